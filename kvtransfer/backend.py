@@ -1,0 +1,90 @@
+"""The transfer backend: how bytes of KV pages move from one node's pool to another's.
+
+A backend owns connections, never pages: who may reuse a page is decided by the sessions (sender.py, receiver.py) from
+completions. Every backend passes tests/kvtransfer/conformance.py, the in-memory fake included.
+
+Contract
+- A region is registered once. Pages are addressed by index: page i lies at base + i * page_nbytes.
+- `describe()` is opaque and travels in Hello; it holds what a peer needs to reach this region and a secret without which
+  nobody may write to it.
+- `post()` returns at once. Every ticket completes exactly once in poll(), also after disconnect() or close(), with None or
+  an error. A WRITE that completed with None is visible in the remote region before the completion is returned.
+- Pages of a posted ticket belong to the transfer until its completion.
+- After `disconnect(peer)` has returned and `fence_delay_s` has passed, nothing of that peer's writes lands in our region
+  any more, and nothing of ours in theirs; its outstanding tickets complete with an error.
+- A peer restarted behind the same address is another peer: it has another description and needs another connect().
+- All methods are called from one thread (the transfer endpoint's); a backend may run threads of its own.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NewType, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ticket = NewType("Ticket", int)
+PeerId = NewType("PeerId", str)  # incarnation of the peer process, unique per process start
+Op = Literal["WRITE", "READ"]
+PageIds = NDArray[np.int32]
+
+
+class TransferError(Exception):
+    """A ticket failed; the message is the first cause."""
+
+
+class PeerUnknown(TransferError):
+    """post() or disconnect() named a peer that is not connected. Nothing was posted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The pool's memory. `base`: address; `keepalive` holds the owner of the memory."""
+
+    base: int
+    num_pages: int
+    page_nbytes: int
+    device: str  # "cpu" or "cuda:N"
+    keepalive: object
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """`error` is None when every byte of the ticket has landed."""
+
+    ticket: Ticket
+    error: TransferError | None
+
+
+class TransferBackend(Protocol):
+    name: str
+    fence_delay_s: float
+
+    def register(self, region: Region) -> None:
+        """Make the region reachable. Once, before describe()."""
+
+    def describe(self) -> bytes:
+        """What a peer needs for connect(); at most 4 KiB."""
+
+    def connect(self, peer: PeerId, description: bytes) -> None:
+        """Make `peer` known; returns at once, an unreachable peer shows in the tickets. Idempotent for an equal description.
+        Raises TransferError when the description is not this backend's or its page size differs."""
+
+    def accept(self, peer: PeerId, description: bytes) -> None:
+        """Let `peer`, whose describe() this is, reach our region. disconnect(peer) takes it back."""
+
+    def post(self, op: Op, peer: PeerId, local_pages: PageIds, remote_pages: PageIds) -> Ticket:
+        """Start copying local[i] to remote[i] (WRITE) or remote[i] to local[i] (READ); returns at once.
+        local_pages, remote_pages: int32[n], same length, no destination twice. n = 0 completes at once.
+        Raises PeerUnknown, or ValueError for bad local page ids, before anything is posted; later failure arrives in poll()."""
+
+    def poll(self) -> list[Completion]:
+        """Completions since the last call; never blocks."""
+
+    def completion_fd(self) -> int:
+        """A file descriptor that is readable while completions may be waiting."""
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Forget `peer`, both ways. See the contract for its tickets and the fence. Unknown peers are ignored."""
+
+    def close(self) -> None:
+        """Disconnect everybody, release sockets and threads. Idempotent. Tickets left still come out of poll()."""
