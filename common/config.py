@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 
 Role = Literal["prefill", "decode"]
@@ -18,7 +20,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 def flag(default: T, help: str, *, unit: str | None = None, name: str | None = None) -> T:
     """A dataclass field with what the command line needs. `name`: flag name if not the field's. Typed as its default."""
-    return field(default=default, metadata={"help": help, "unit": unit, "name": name})  # type: ignore[no-any-return]
+    return field(default=default, metadata={"help": help, "unit": unit, "name": name})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,16 @@ class NodeAddresses:
     @property
     def tokenizer(self) -> str:
         return f"ipc://{self.run_dir}/tokenizer"
+
+
+def encode_child_payload(config: NodeConfig, addresses: NodeAddresses) -> bytes:
+    """What a node's parent hands to its children on start (common/launch.py)."""
+    return msgspec.json.encode({"config": config, "run_dir": str(addresses.run_dir)})
+
+
+def decode_child_payload(payload: bytes) -> tuple[NodeConfig, NodeAddresses]:
+    raw = msgspec.json.decode(payload)
+    return msgspec.convert(raw["config"], NodeConfig), NodeAddresses(Path(raw["run_dir"]))
 
 
 JsonObject = dict[str, Any]

@@ -5,6 +5,7 @@ Every payload is one msgspec-encoded union. High-water marks are off: the bound 
 dropped or blocked message here would be a lost request.
 """
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -16,16 +17,16 @@ M = TypeVar("M")
 class Receiver(Generic[M]):
     """The PULL end. `recv` returns None when nothing is waiting. `socket` may be polled."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, union: type[M] | object) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, union: object) -> None:
         self.socket = context.socket(zmq.PULL)
         self.socket.set(zmq.RCVHWM, 0)
         self.socket.set(zmq.LINGER, 0)
         self.socket.bind(address)
-        self._decode = msgspec.msgpack.Decoder(union).decode
+        self._decode: Callable[[bytes], M] = msgspec.msgpack.Decoder(union).decode
 
     def recv(self) -> M | None:
         try:
-            return self._decode(self.socket.recv(zmq.NOBLOCK))  # type: ignore[return-value]
+            return self._decode(self.socket.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
 
