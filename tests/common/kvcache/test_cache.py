@@ -146,6 +146,13 @@ def test_least_recently_used_prompts_go_first_and_leaves_before_prefixes() -> No
     assert [cache.alloc(1).tolist()[0] for _ in range(4)] == [b_page, c_page, a_page, shared_page]
 
 
+def test_a_leaf_used_by_a_duplicate_insert_is_still_evictable() -> None:
+    cache = KVCache(5, PAGE)
+    put(cache, tokens(2))
+    put(cache, tokens(2))
+    assert len(cache.alloc(4)) == 4
+
+
 def test_eviction_never_touches_held_pages() -> None:
     cache = KVCache(17, PAGE)
     held_prompt = tokens(4, 1)

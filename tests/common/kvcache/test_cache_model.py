@@ -13,7 +13,8 @@ from common.kvcache.cache import KVCache, OutOfPages, PageIds
 
 NUM_PAGES, PAGE = 14, 2
 Tokens = tuple[int, ...]
-prompts = st.lists(st.integers(0, 1), min_size=0, max_size=5 * PAGE + 1)  # two token ids: prefixes collide all the time
+page_tokens = st.sampled_from([[0, 0], [0, 1]])  # two kinds of page and short prompts: prefixes collide all the time
+prompts = st.tuples(st.lists(page_tokens, max_size=4), st.sampled_from([[], [0]])).map(lambda drawn: [token for page in drawn[0] for token in page] + drawn[1])
 
 
 @dataclass
