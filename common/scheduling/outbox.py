@@ -1,0 +1,80 @@
+"""What leaves the scheduler: the outputs of a step, one message a step; and its heartbeat with figures.
+
+This is the one place that sends terminal outputs, so that a request is answered exactly once (R5).
+"""
+
+import time
+from collections.abc import Callable
+
+from common.errors import Failure
+from common.messages import NodeStatus, TokenOut, TokenOuts
+from common.scheduling.request import Place, Request
+
+HEARTBEAT_S = 1.0  # liveness allows 30 of these
+
+
+class Outbox:
+    def __init__(self, send_outputs: Callable[[TokenOuts], None], send_status: Callable[[NodeStatus], None]) -> None:
+        self._send_outputs = send_outputs
+        self._send_status = send_status
+        self._outs: list[TokenOut] = []
+        self._ended: list[Request] = []
+        self._next_heartbeat_s = 0.0
+        self.num_finished = 0
+        self.num_failed = 0
+        self.num_output_tokens = 0
+
+    def tokens(self, request: Request) -> None:
+        """Hand on the outputs that were not sent yet; the terminal one when the request is finished."""
+        if request.over:
+            return
+        new_ids = request.output_ids[request.num_sent_tokens :]
+        first = request.num_sent_tokens == 0
+        self._outs.append(
+            TokenOut(
+                rid=request.rid,
+                token_ids=new_ids,
+                finish_reason=request.finish_reason,
+                matched_stop=request.matched_stop,
+                text=request.text if first else None,
+                num_prompt_tokens=len(request.prompt_ids),
+                num_cached_tokens=request.num_cached_tokens or 0,
+                prefill_site=request.prefill_site,
+            )
+        )
+        request.num_sent_tokens += len(new_ids)
+        self.num_output_tokens += len(new_ids)
+        if request.finish_reason is not None:
+            self.num_finished += 1
+            self._end(request)
+
+    def failure(self, request: Request, failure: Failure) -> None:
+        """End a request without (the rest of) its answer. The first end counts; a later one is muted (R6)."""
+        if request.over:
+            return
+        first = request.num_sent_tokens == 0
+        self._outs.append(TokenOut(rid=request.rid, failure=failure, text=request.text if first else None, num_prompt_tokens=len(request.prompt_ids)))
+        self.num_failed += 1
+        self._end(request)
+
+    def flush(self) -> list[Request]:
+        """Send what gathered. Returns the requests it answered for good."""
+        if self._outs:
+            self._send_outputs(TokenOuts(self._outs))
+            self._outs = []
+        ended, self._ended = self._ended, []
+        return ended
+
+    def heartbeat(self, stats: Callable[[], dict[str, float]], peers: Callable[[], list[dict[str, str]]]) -> None:
+        """Send NodeStatus if one is due."""
+        now_s = time.monotonic()
+        if now_s >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + HEARTBEAT_S
+            self._send_status(NodeStatus(stats(), peers()))
+
+    def heartbeat_due_in_s(self) -> float:
+        return max(0.0, self._next_heartbeat_s - time.monotonic())
+
+    def _end(self, request: Request) -> None:
+        request.place = Place.OVER
+        self._ended.append(request)

@@ -1,0 +1,84 @@
+"""How requests hold pages: the only callers of the KV cache on the scheduler's side.
+
+`Request.pages` holds one hold of each page listed. Nothing else in scheduling knows about matching, growing or inserting.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import Failure
+from common.kvcache.cache import KVCache, OutOfPages
+from common.scheduling.request import Request
+
+GROWTH_HORIZON_TOKENS = 128  # admission leaves room for every request that holds pages to grow by this many tokens
+
+
+def page_array(pages: Sequence[int]) -> NDArray[np.int32]:
+    return np.asarray(pages, dtype=np.int32)
+
+
+class RequestPages:
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.page_size = cache.page_size
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def refusal(self, num_tokens: int) -> Failure | None:
+        """Why a request of that many tokens can never be served, even with nothing else in the pool; None if it can."""
+        limit = self.cache.counts().total * self.page_size
+        if num_tokens <= limit:
+            return None
+        sentence = f"{num_tokens} tokens (prompt and output) never fit this node's KV pool of {limit}; ask for fewer or raise --max-total-tokens"
+        return Failure(400, sentence, code="context_length_exceeded", stage="intake")
+
+    def admit(self, request: Request, max_matched_tokens: int, reserve_pages: int) -> bool:
+        """Give the request pages for all its tokens, the cached prefix of at most `max_matched_tokens` shared. False, and nothing
+        changed, unless that leaves `reserve_pages` and its own room to grow available."""
+        assert not request.pages, f"{request.rid} holds pages already"
+        matched = self.cache.match(request.tokens_between(0, max_matched_tokens))
+        num_new = self.num_pages_for(request.num_tokens) - len(matched)
+        if num_new + self.growth_pages(request) + reserve_pages > self.cache.available():
+            self.cache.release(matched)
+            return False
+        request.pages = [*matched.tolist(), *self.cache.alloc(num_new).tolist()]
+        request.num_computed_tokens = len(matched) * self.page_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(request.num_computed_tokens, len(request.prompt_ids))
+        return True
+
+    def growth_pages(self, request: Request) -> int:
+        """Pages the request may soon need beyond those for its tokens now. The last token drawn is never written."""
+        ahead = min(request.max_new_tokens - len(request.output_ids), GROWTH_HORIZON_TOKENS) - 1
+        return self.num_pages_for(request.num_tokens + max(0, ahead)) - self.num_pages_for(request.num_tokens)
+
+    def grow(self, request: Request) -> bool:
+        """One more page. False when there is none."""
+        try:
+            request.pages.append(int(self.cache.alloc(1)[0]))
+        except OutOfPages:
+            return False
+        return True
+
+    def share(self, request: Request) -> None:
+        """Let later requests reuse the full pages whose KV is computed."""
+        num_full = request.num_computed_tokens // self.page_size
+        if num_full:
+            self.cache.insert(request.tokens_between(0, num_full * self.page_size), page_array(request.pages[:num_full]))
+
+    def release(self, request: Request) -> None:
+        """Give up every page of the request."""
+        if request.pages:
+            self.cache.release(page_array(request.pages))
+            request.pages = []
+        request.num_computed_tokens = 0
+
+    def take(self, request: Request) -> NDArray[np.int32]:
+        """The request's pages and holds, which become the caller's."""
+        pages = page_array(request.pages)
+        request.pages = []
+        request.num_computed_tokens = 0
+        return pages

@@ -1,0 +1,91 @@
+"""The scheduler's record of one request: the documented mutable exception to frozen data.
+
+Owner: exactly one of the queues named by `place` holds it; only the scheduler thread touches it. Its pages are freed when it
+is over, no launched batch names it, and no transfer may still read or write them.
+"""
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from common.errors import Failure
+from common.messages import FinishReason, Generate, PrefillSite
+from common.request import Bootstrap, SamplingParams, TextSpec
+
+
+class Place(Enum):
+    """Where a request is. WAITING, EXTENDING and RUNNING are queues of common/scheduling; ROOM means that a transfer has it."""
+
+    NEW = "new"
+    WAITING = "waiting"  # for pages and for its turn to extend
+    EXTENDING = "extending"  # holds pages; some prompt tokens are computed
+    RUNNING = "running"  # a row of the decode batch
+    ROOM = "room"  # its pages or its next step belong to a transfer
+    OVER = "over"  # the terminal output was sent
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    rid: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    text: TextSpec
+    deadline_s: float  # monotonic
+    deadline_unix_s: float
+    bootstrap: Bootstrap | None
+    order: int  # of arrival; retraction takes the newest first
+    max_new_tokens: int
+    place: Place = Place.NEW
+    output_ids: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # pages of tokens [0, len(pages) * page_size), in order
+    num_computed_tokens: int = 0  # tokens whose KV is in `pages`
+    num_cached_tokens: int | None = None  # prompt tokens found in a prefix cache where prefill ran; None: not admitted yet
+    num_sent_tokens: int = 0  # outputs handed to the detokenizer
+    prefill_site: PrefillSite = "local"
+    finish_reason: FinishReason | None = None
+    matched_stop: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def over(self) -> bool:
+        return self.place is Place.OVER
+
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    def tokens_between(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output together."""
+        num_prompt = len(self.prompt_ids)
+        if stop <= num_prompt:
+            return self.prompt_ids[start:stop]
+        return self.prompt_ids[start:] + self.output_ids[max(0, start - num_prompt) : stop - num_prompt]
+
+
+def request_from(message: Generate, order: int, *, max_new_tokens: int | None = None) -> Request:
+    """A Request for an incoming message; its unix deadline becomes a monotonic one here, once."""
+    return Request(
+        rid=message.rid,
+        prompt_ids=message.prompt_ids,
+        sampling=message.sampling,
+        text=message.text,
+        deadline_s=time.monotonic() + (message.deadline_s - time.time()),
+        deadline_unix_s=message.deadline_s,
+        bootstrap=message.bootstrap,
+        order=order,
+        max_new_tokens=message.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
+    )
+
+
+def prompt_digest(prompt_ids: list[int]) -> bytes:
+    """16 bytes that tell two prompts apart; both nodes of a pair must have the same."""
+    return hashlib.blake2b(np.asarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=16).digest()
+
+
+def non_finite_logits(rid: str) -> Failure:
+    return Failure(500, f"the model produced logits that are not finite for request {rid}", code="non_finite_logits", stage="decode")

@@ -1,0 +1,215 @@
+"""The decode node's scheduler: what D admits, runs, retracts and frees.
+
+A request with a room lives like this here:
+    arriving: waits for a row and pages, then offer(room, pages) -> FirstToken: streamed at once -> Delivered: joins the decode batch
+If the transfer fails before token 1 was streamed, the client gets the failure (the router may try another pair); after it, the
+prompt is computed here and the answer goes on. Either way the offered pages are quarantined until PagesReturned: P may still
+write them (R2). A request without a room is served here from prompt to end: a decode node alone is a complete server.
+"""
+
+import logging
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import Failure
+from common.messages import Abort, Drain, Generate
+from common.scheduling.extending import ExtendPlan
+from common.scheduling.finish import accept_token
+from common.scheduling.intake import Intake
+from common.scheduling.outbox import Outbox
+from common.scheduling.pages import page_array
+from common.scheduling.request import Place, Request, prompt_digest
+from common.scheduling.table import RequestTable
+from common.scheduling.work import DecodePlan, Limits, Work
+from kvtransfer.endpoint import DecodeEndpoint, Delivered, Event, FirstToken, PagesReturned, RoomFailed
+
+logger = logging.getLogger(__name__)
+
+CANCELLED = Failure(499, "the decode request was cancelled", code="cancelled", stage="decode")
+
+
+class DecodeScheduler:
+    def __init__(self, work: Work, intake: Intake, outbox: Outbox, endpoint: DecodeEndpoint, limits: Limits) -> None:
+        self._work = work
+        self._pages = work.pages
+        self._intake = intake
+        self._outbox = outbox
+        self._endpoint = endpoint
+        self._limits = limits
+        self._table = RequestTable()
+        self._arriving: deque[Request] = deque()  # roomed requests without pages yet; producer: _open, consumer: _offer_admitted
+        self._rooms: dict[int, Request] = {}  # offered, not delivered
+        self._quarantine: dict[int, NDArray[np.int32]] = {}  # room -> pages its writer may still write
+        self._num_recomputed = 0
+
+    def run(self) -> None:
+        """Until drained."""
+        while not self._table.drained:
+            if not self.step():
+                self._intake.wait(min(self._outbox.heartbeat_due_in_s(), self._table.next_timer_in_s()))
+
+    def step(self) -> bool:
+        """Receive, plan, launch, retire, pump. False: there was nothing to compute."""
+        self._receive()
+        self._offer_admitted()
+        plan = self._work.plan(self._rooms.values())
+        if isinstance(plan, ExtendPlan):
+            self._retire_extend(plan, self._work.launch(plan).tolist())
+        elif isinstance(plan, DecodePlan):
+            self._work.retire_decode(plan, self._work.launch(plan))
+        self._table.forget(self._outbox.flush())
+        self._outbox.heartbeat(self.stats, self._endpoint.peers)
+        return plan is not None
+
+    # ---- receive ----------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for message in self._intake.messages():
+            match message:
+                case Generate():
+                    self._open(message)
+                case Abort(rid, cause):
+                    if request := self._table.take(rid):
+                        self._abort(request, share=cause == "stop_string")
+                case Drain(deadline_s):
+                    self._table.drain(deadline_s)
+        for event in self._endpoint.poll():
+            self._on_event(event)
+        for request, failure in self._table.expired():
+            self._fail(request, failure)
+
+    def _open(self, message: Generate) -> None:
+        request = self._table.open(message)
+        if refusal := self._pages.refusal(len(request.prompt_ids) + request.max_new_tokens):
+            self._outbox.failure(request, refusal)
+        elif request.bootstrap is None:
+            self._work.extending.add(request)
+        else:
+            self._arriving.append(request)
+
+    def _offer_admitted(self) -> None:
+        """Reserve pages for arriving requests, first come first served, and offer them to their prefill nodes. No pages: they
+        wait. That is the back-pressure. Requests that ran before and lost their pages go first."""
+        while self._arriving and not self._work.was_running_waits:
+            free_rows, reserve = self._work.headroom(self._rooms.values())
+            request = self._arriving[0]
+            if free_rows <= 0 or not self._pages.admit(request, len(request.prompt_ids), reserve):
+                return
+            self._arriving.popleft()
+            self._offer(request)
+
+    def _offer(self, request: Request) -> None:
+        assert request.bootstrap is not None
+        to = request.bootstrap
+        num_prefix_pages = request.num_computed_tokens // self._pages.page_size
+        refusal = self._endpoint.offer(
+            to.room, to.host, to.port, len(request.prompt_ids), prompt_digest(request.prompt_ids),
+            num_prefix_pages, page_array(request.pages[num_prefix_pages:]), request.deadline_unix_s,
+        )  # fmt: skip
+        if refusal:
+            self._outbox.failure(request, refusal)
+            self._pages.release(request)
+        else:
+            request.place = Place.ROOM
+            self._rooms[to.room] = request
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case FirstToken(room, token_id, num_cached_tokens):
+                if (request := self._rooms.get(room)) and not request.over:
+                    self._stream_first(request, token_id, num_cached_tokens)
+            case Delivered(room) if room in self._rooms:
+                self._start(self._rooms.pop(room))
+            case RoomFailed(room, failure):
+                if request := self._rooms.get(room):
+                    self._lose_room(request, failure)
+            case Delivered(room) | PagesReturned(room):  # delivered: it crossed our abort, the pages are ours again all the same
+                self._pages.cache.release_quarantined(self._quarantine.pop(room))
+
+    def _stream_first(self, request: Request, token_id: int, num_cached_tokens: int) -> None:
+        request.prefill_site = "remote"
+        request.num_cached_tokens = num_cached_tokens
+        accept_token(request, token_id, self._limits.eos_token_ids, self._limits.context_length)
+        self._outbox.tokens(request)
+
+    def _start(self, request: Request) -> None:
+        """Every prompt page is here. Token 1 may have ended the request, and so may its client."""
+        request.num_computed_tokens = len(request.prompt_ids)
+        self._pages.share(request)
+        if request.over:
+            self._pages.release(request)
+        else:
+            self._work.running.join(request)
+
+    # ---- local prompts ----------------------------------------------------------------------------------------------
+
+    def _retire_extend(self, plan: ExtendPlan, tokens: list[int]) -> None:
+        sampled = iter(tokens)
+        for chunk in plan.chunks:
+            if chunk.last:
+                self._work.retire_prompt(chunk.request, next(sampled))
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _lose_room(self, request: Request, failure: Failure) -> None:
+        self._quarantine_pages(request)
+        if request.over:
+            return
+        if request.output_ids:
+            logger.warning("request %s: %s; its prompt is computed here", request.rid, failure.message)
+            self._num_recomputed += 1
+            request.prefill_site = "local"
+            self._work.extending.add_first(request)
+        else:
+            self._outbox.failure(request, failure)
+
+    def _abort(self, request: Request, *, share: bool) -> None:
+        """The text process has ended it: no output follows."""
+        if not self._leave(request, CANCELLED):
+            self._work.drop(request, share=share)
+        request.place = Place.OVER
+
+    def _fail(self, request: Request, failure: Failure) -> None:
+        """This node ends it: the client is told, and P."""
+        if self._leave(request, failure):
+            self._outbox.failure(request, failure)
+        else:
+            self._work.forget(request)
+            self._work.end(request, failure)
+
+    def _leave(self, request: Request, failure: Failure) -> bool:
+        """End a request that is arriving or in its room. False: it is in neither."""
+        if request.place is Place.NEW:
+            self._arriving.remove(request)
+            return True
+        if request.bootstrap is not None and self._rooms.get(request.bootstrap.room) is request:
+            self._endpoint.abort(request.bootstrap.room, failure)
+            self._quarantine_pages(request)
+            return True
+        return False
+
+    def _quarantine_pages(self, request: Request) -> None:
+        """The room is over, but its pages may still be written: keep them from reuse until PagesReturned."""
+        assert request.bootstrap is not None
+        room = request.bootstrap.room
+        del self._rooms[room]
+        num_prefix_pages = request.num_computed_tokens // self._pages.page_size
+        pages = self._pages.take(request)
+        self._pages.cache.release(pages[:num_prefix_pages])
+        self._pages.cache.quarantine(pages[num_prefix_pages:])
+        self._quarantine[room] = pages[num_prefix_pages:]
+
+    # ---- figures ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        return {
+            **self._work.stats(),
+            "open_requests": len(self._table),
+            "arriving_requests": len(self._arriving),
+            "rooms": len(self._rooms),
+            "rooms_quarantined": len(self._quarantine),
+            "recomputed_requests_total": self._num_recomputed,
+            **self._endpoint.stats(),
+        }

@@ -1,0 +1,173 @@
+"""The prefill node's scheduler: what P runs next, and when a page leaves for D.
+
+A request with a room lives like this here:
+    expect(room) -> OfferJoined -> waiting for pages -> extend batches, pages shipped as each chunk completes them
+    -> token 1 sampled: FirstToken, finish(room) -> Delivered: answered, pages released (the radix tree keeps them)
+Failure, abort or deadline give the room up; its pages stay until PagesReturned, because writes may still read them (R2).
+A request without a room is served here from prompt to end, as on a decode node.
+"""
+
+import logging
+
+from common.errors import Failure
+from common.messages import Abort, Drain, Generate
+from common.scheduling.extending import ExtendPlan
+from common.scheduling.finish import accept_token
+from common.scheduling.intake import Intake
+from common.scheduling.outbox import Outbox
+from common.scheduling.pages import page_array
+from common.scheduling.request import Place, Request, non_finite_logits, prompt_digest
+from common.scheduling.table import RequestTable
+from common.scheduling.work import NON_FINITE, DecodePlan, Limits, Work
+from kvtransfer.endpoint import Delivered, Event, OfferJoined, PagesReturned, PrefillEndpoint, RoomFailed
+
+logger = logging.getLogger(__name__)
+
+CANCELLED = Failure(499, "the prefill request was cancelled", code="cancelled", stage="prefill")
+
+
+class PrefillScheduler:
+    def __init__(self, work: Work, intake: Intake, outbox: Outbox, endpoint: PrefillEndpoint, limits: Limits) -> None:
+        self._work = work
+        self._pages = work.pages
+        self._intake = intake
+        self._outbox = outbox
+        self._endpoint = endpoint
+        self._limits = limits
+        self._table = RequestTable()
+        self._rooms: dict[int, Request] = {}  # until the endpoint is done with the room, answered or not
+
+    def run(self) -> None:
+        """Until drained."""
+        while not self._table.drained:
+            if not self.step():
+                self._intake.wait(min(self._outbox.heartbeat_due_in_s(), self._table.next_timer_in_s()))
+
+    def step(self) -> bool:
+        """Receive, plan, launch, retire, pump. False: there was nothing to compute."""
+        self._receive()
+        plan = self._work.plan()
+        if isinstance(plan, ExtendPlan):
+            self._ship_cached(plan.admitted)
+            self._retire_extend(plan, self._work.launch(plan).tolist())
+        elif isinstance(plan, DecodePlan):
+            self._work.retire_decode(plan, self._work.launch(plan))
+        self._table.forget(self._outbox.flush())
+        self._outbox.heartbeat(self.stats, self._endpoint.peers)
+        return plan is not None
+
+    # ---- receive ----------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for message in self._intake.messages():
+            match message:
+                case Generate():
+                    self._open(message)
+                case Abort(rid, cause):
+                    if request := self._table.take(rid):
+                        self._abort(request, share=cause == "stop_string")
+                case Drain(deadline_s):
+                    self._table.drain(deadline_s)
+        for event in self._endpoint.poll():
+            self._on_event(event)
+        for request, failure in self._table.expired():
+            self._fail(request, failure)
+
+    def _open(self, message: Generate) -> None:
+        request = self._table.open(message, max_new_tokens=None if message.bootstrap is None else 1)
+        # a roomed request takes no page here for its output: D does
+        num_tokens = len(request.prompt_ids) + (request.max_new_tokens if request.bootstrap is None else 0)
+        if refusal := self._pages.refusal(num_tokens):
+            self._outbox.failure(request, refusal)
+        elif request.bootstrap is None:
+            self._work.extending.add(request)
+        else:
+            room = request.bootstrap.room
+            if refusal := self._endpoint.expect(room, len(request.prompt_ids), prompt_digest(request.prompt_ids), request.deadline_unix_s):
+                self._outbox.failure(request, refusal)
+            else:
+                request.place = Place.ROOM
+                self._rooms[room] = request
+
+    def _on_event(self, event: Event) -> None:
+        request = self._rooms.get(event.room)
+        if request is None:
+            logger.error("transfer event for a room this scheduler does not have: %s", event)
+            return
+        match event:
+            case OfferJoined():
+                if not request.over:
+                    self._work.extending.add(request)
+            case RoomFailed(_, failure):
+                self._answer_failure(request, failure)
+            case Delivered(room):
+                self._outbox.tokens(request)
+                self._leave_room(room, request)
+            case PagesReturned(room):
+                self._leave_room(room, request)
+
+    # ---- ship -------------------------------------------------------------------------------------------------------
+
+    def _ship_cached(self, admitted: list[Request]) -> None:
+        """Pages found in the radix tree leave before the first forward."""
+        for request in admitted:
+            self._ship(request, 0, request.num_computed_tokens // self._pages.page_size)
+
+    def _ship(self, request: Request, first_page: int, stop_page: int) -> None:
+        if request.bootstrap is not None and stop_page > first_page:
+            self._endpoint.send_pages(request.bootstrap.room, first_page, page_array(request.pages[first_page:stop_page]))
+
+    def _retire_extend(self, plan: ExtendPlan, tokens: list[int]) -> None:
+        sampled = iter(tokens)
+        for chunk in plan.chunks:
+            # a page leaves when it is full, the prompt's last one when the prompt is done
+            stop_page = self._pages.num_pages_for(chunk.stop) if chunk.last else chunk.stop // self._pages.page_size
+            self._ship(chunk.request, chunk.start // self._pages.page_size, stop_page)
+            if chunk.last:
+                self._retire_prompt(chunk.request, next(sampled))
+
+    def _retire_prompt(self, request: Request, token_id: int) -> None:
+        if request.bootstrap is None:
+            self._work.retire_prompt(request, token_id)
+        elif token_id == NON_FINITE:
+            self._fail(request, non_finite_logits(request.rid))
+        else:
+            room = request.bootstrap.room
+            self._pages.share(request)
+            accept_token(request, token_id, self._limits.eos_token_ids, self._limits.context_length)
+            self._endpoint.send_first_token(room, token_id, request.num_cached_tokens or 0)
+            self._endpoint.finish(room)
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _abort(self, request: Request, *, share: bool) -> None:
+        """The text process has ended it: no output follows."""
+        if request.bootstrap is None:
+            self._work.drop(request, share=share)
+        else:
+            self._work.forget(request)
+            self._endpoint.abort(request.bootstrap.room, CANCELLED)
+        request.place = Place.OVER
+
+    def _fail(self, request: Request, failure: Failure) -> None:
+        """This node ends it: the client is told, and D."""
+        if request.bootstrap is None:
+            self._work.forget(request)
+            self._work.end(request, failure)
+        else:
+            self._endpoint.abort(request.bootstrap.room, failure)
+            self._answer_failure(request, failure)
+
+    def _answer_failure(self, request: Request, failure: Failure) -> None:
+        """A roomed request ends; its pages stay until the endpoint returns them."""
+        self._work.forget(request)
+        self._outbox.failure(request, failure)
+
+    def _leave_room(self, room: int, request: Request) -> None:
+        del self._rooms[room]
+        self._pages.release(request)
+
+    # ---- figures ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        return {**self._work.stats(), "open_requests": len(self._table), "rooms": len(self._rooms), **self._endpoint.stats()}
