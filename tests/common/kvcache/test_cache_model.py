@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from common.kvcache.cache import KVCache, OutOfPages, PageIds
 NUM_PAGES, PAGE = 14, 2
 Tokens = tuple[int, ...]
 page_tokens = st.sampled_from([[0, 0], [0, 1]])  # two kinds of page and short prompts: prefixes collide all the time
-prompts = st.tuples(st.lists(page_tokens, max_size=4), st.sampled_from([[], [0]])).map(lambda drawn: [token for page in drawn[0] for token in page] + drawn[1])
+prompts = st.tuples(st.lists(page_tokens, max_size=4), st.sampled_from([[], [0]])).map(lambda drawn: [*chain(*drawn[0]), *drawn[1]])
 
 
 @dataclass
