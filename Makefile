@@ -1,0 +1,47 @@
+# make serve: a local cluster with the embedded model. make test: everything that CI checks. Both make .venv first, once.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := common kvtransfer prefill_node decode_node router
+SOURCES := pdserve.py $(PACKAGES) bench tests
+
+.PHONY: help serve test check lint bench clean
+
+help:
+	@sed -n 's/^# \(make [a-z]*:.*\)/\1/p' $(MAKEFILE_LIST)
+
+# make serve: starts router, one prefill and one decode node on this machine; ARGS are more flags of `pdserve up`
+serve: $(VENV)/serve.stamp
+	@exec $(BIN)/pdserve up $(ARGS)
+
+# make test: lint, types, layers, then the tests; ARGS are more arguments of pytest
+test: $(VENV)/test.stamp lint
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+
+# make lint: ruff, mypy, import-linter
+lint: $(VENV)/test.stamp
+	@echo "ruff"; $(BIN)/ruff check --quiet $(SOURCES)
+	@echo "mypy"; $(BIN)/mypy --no-error-summary
+	@echo "import-linter"; $(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
+
+# make bench: the measurements of bench/README.md; takes minutes and wants an idle machine
+bench: $(VENV)/test.stamp
+	@OMP_NUM_THREADS=1 $(BIN)/python bench/run.py $(ARGS)
+
+# make clean: removes .venv, caches and build output; the model cache stays
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(PACKAGES) tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/serve.stamp: pyproject.toml constraints.txt deploy/venv.sh
+	@bash deploy/venv.sh $(VENV) .
+	@touch $@
+
+$(VENV)/test.stamp: pyproject.toml constraints.txt deploy/venv.sh
+	@bash deploy/venv.sh $(VENV) '.[test]'
+	@touch $@ $(VENV)/serve.stamp
