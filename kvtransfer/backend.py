@@ -1,7 +1,7 @@
 """The transfer backend: how bytes of KV pages move from one node's pool to another's.
 
 A backend owns connections, never pages: who may reuse a page is decided by the sessions (sender.py, receiver.py) from
-completions. Every backend passes tests/kvtransfer/conformance.py, the in-memory fake included.
+completions. Every backend passes tests/kvtransfer/test_conformance.py, the in-memory fake included.
 
 Contract
 - A region is registered once. Pages are addressed by index: page i lies at base + i * page_nbytes.
@@ -10,8 +10,10 @@ Contract
 - `post()` returns at once. Every ticket completes exactly once in poll(), also after disconnect() or close(), with None or
   an error. A WRITE that completed with None is visible in the remote region before the completion is returned.
 - Pages of a posted ticket belong to the transfer until its completion.
+- A ticket that completed with an error touches neither side's pages any more either, unless disconnect() or close() ended it.
 - After `disconnect(peer)` has returned and `fence_delay_s` has passed, nothing of that peer's writes lands in our region
-  any more, and nothing of ours in theirs; its outstanding tickets complete with an error.
+  any more, and its outstanding tickets have completed, with an error if need be. What we had already sent may still reach its
+  memory: only its own disconnect(), or its end, fences that.
 - A peer restarted behind the same address is another peer: it has another description and needs another connect().
 - All methods are called from one thread (the transfer endpoint's); a backend may run threads of its own.
 """
@@ -65,12 +67,15 @@ class TransferBackend(Protocol):
     def describe(self) -> bytes:
         """What a peer needs for connect(); at most 4 KiB."""
 
-    def connect(self, peer: PeerId, description: bytes) -> None:
-        """Make `peer` known; returns at once, an unreachable peer shows in the tickets. Idempotent for an equal description.
-        Raises TransferError when the description is not this backend's or its page size differs."""
+    def connect(self, peer: PeerId, description: bytes, observed_host: str | None = None) -> None:
+        """Make `peer` known; returns at once, an unreachable peer shows in the tickets. Idempotent for equal arguments.
+        observed_host: numeric address at which the peer's control connection is seen; used by backends whose peer listens on
+        all its addresses and advertises none.
+        Raises TransferError when the description is not this backend's, its page size differs, or it leaves the host open
+        and observed_host is None; also for a peer that is connected under another description."""
 
     def accept(self, peer: PeerId, description: bytes) -> None:
-        """Let `peer`, whose describe() this is, reach our region. disconnect(peer) takes it back."""
+        """Let `peer`, whose describe() this is, reach our region. disconnect(peer) takes it back. Raises as connect()."""
 
     def post(self, op: Op, peer: PeerId, local_pages: PageIds, remote_pages: PageIds) -> Ticket:
         """Start copying local[i] to remote[i] (WRITE) or remote[i] to local[i] (READ); returns at once.

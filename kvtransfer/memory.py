@@ -161,7 +161,7 @@ class MemoryBackend:
         self.tickets = Tickets()
         self._memory: PageMemory | None = None
         self._connected: dict[PeerId, tuple[bytes, MemoryDescription, MemoryBackend | None]] = {}
-        self._accepted: dict[PeerId, str] = {}  # -> backend_id
+        self._accepted: dict[PeerId, tuple[bytes, str]] = {}  # description, backend_id
 
     @property
     def memory(self) -> PageMemory:
@@ -176,7 +176,7 @@ class MemoryBackend:
     def describe(self) -> bytes:
         return msgspec.json.encode(MemoryDescription(self.backend_id, self.memory.num_pages, self.memory.page_nbytes))
 
-    def connect(self, peer: PeerId, description: bytes) -> None:
+    def connect(self, peer: PeerId, description: bytes, observed_host: str | None = None) -> None:
         with self.fabric.lock:
             known = self._connected.get(peer)
             if known is not None and known[0] != description:
@@ -186,7 +186,9 @@ class MemoryBackend:
 
     def accept(self, peer: PeerId, description: bytes) -> None:
         with self.fabric.lock:
-            self._accepted[peer] = self._decode(description).backend_id
+            decoded = self._decode(description)
+            if self._accepted.setdefault(peer, (description, decoded.backend_id))[0] != description:
+                raise TransferError(f"peer {peer} is accepted under another description; disconnect it first")
 
     def post(self, op: Op, peer: PeerId, local_pages: PageIds, remote_pages: PageIds) -> Ticket:
         if peer not in self._connected:
@@ -212,7 +214,7 @@ class MemoryBackend:
     def disconnect(self, peer: PeerId) -> None:
         with self.fabric.lock:
             _, _, remote = self._connected.pop(peer, (b"", None, None))
-            accepted = self.fabric.backends.get(self._accepted.pop(peer, ""))
+            accepted = self.fabric.backends.get(self._accepted.pop(peer, (b"", ""))[1])
             for other in {remote, accepted} - {None}:
                 assert other is not None
                 self.fabric.cut(self, other)
@@ -226,7 +228,8 @@ class MemoryBackend:
     def lets_in(self, other: "MemoryBackend") -> bool:
         """Both live, and `other` is accepted here."""
         living = self.fabric.backends
-        return self.backend_id in living and other.backend_id in living and other.backend_id in self._accepted.values()
+        accepted = any(backend_id == other.backend_id for _, backend_id in self._accepted.values())
+        return accepted and self.backend_id in living and other.backend_id in living
 
     def _decode(self, description: bytes) -> MemoryDescription:
         try:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.backend import PageIds, Region, TransferError
 
-IOV_MAX = 1024  # UIO_MAXIOV of Linux: sendmsg and recvmsg refuse longer lists
+MAX_IOVECS = 1022  # sendmsg and recvmsg take 1024 (UIO_MAXIOV); two are left for a header and its page ids
 
 
 class PageMemory:
@@ -33,8 +33,8 @@ class PageMemory:
     def iovecs(self, pages: PageIds) -> Iterator[list[memoryview]]:
         """The pages' bytes in order, neighbours merged, in lists short enough for one system call."""
         starts, stops = byte_runs(pages, self.page_nbytes)
-        for first in range(0, len(starts), IOV_MAX):
-            batch = slice(first, first + IOV_MAX)
+        for first in range(0, len(starts), MAX_IOVECS):
+            batch = slice(first, first + MAX_IOVECS)
             yield [self._bytes[start:stop] for start, stop in zip(starts[batch].tolist(), stops[batch].tolist(), strict=True)]
 
 

@@ -42,11 +42,6 @@ class Tickets:
                 del self._parts_left[ticket]
                 self._complete(ticket)
 
-    def error_of(self, ticket: Ticket) -> TransferError | None:
-        """Why an open ticket has failed already, if it has: the rest of its parts need not be sent."""
-        with self._lock:
-            return self._first_error.get(ticket)
-
     @property
     def num_open(self) -> int:
         with self._lock:
