@@ -1,11 +1,29 @@
-"""What a checkpoint directory says about its model. Torch-free: the text processes read limits and ids from here."""
+"""What a checkpoint directory says about its model. Torch-free: the text processes read limits and ids from here.
 
-from dataclasses import dataclass, field
+config.json comes in two forms: up to transformers 4 `rope_theta`, `rope_scaling` and `torch_dtype`, from 5 on `rope_parameters`
+(both in one) and `dtype`. Either is read; from here on there is one form.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from common.config import JsonObject
+from common.errors import StartupError
+from common.models.architectures import ARCHITECTURE_TABLE, Architecture
+from common.models.files import weight_digest
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = tuple(ARCHITECTURE_TABLE)
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KEYS = {  # what each scaled type cannot do without
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +38,10 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    context_length: int  # max_position_embeddings
+    context_length: int  # max_position_embeddings; with yarn the scaled length if that is longer
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: JsonObject | None  # the checkpoint's own dict, {"rope_type": "llama3" | "yarn" | "linear" | "dynamic" | ..., ...}
+    rope_scaling: JsonObject | None  # {"rope_type": "llama3" | "yarn" | "linear" | "dynamic", ...}; None: not scaled
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -39,9 +57,127 @@ class ModelConfig:
     @classmethod
     def from_dir(cls, path: Path) -> "ModelConfig":
         """Read config.json (and generation_config.json). Raises StartupError naming what is missing or unsupported."""
-        raise NotImplementedError  # engine part
+        raw = _read_json(path / "config.json")
+        name, architecture = _architecture(raw)
+        if raw.get("quantization_config"):
+            raise StartupError(f"{path} is quantised (quantization_config in config.json); weights must be float32, bfloat16 or float16")
+        num_layers, num_heads = _size(raw, "num_hidden_layers"), _size(raw, "num_attention_heads")
+        hidden_size = _size(raw, "hidden_size")
+        num_kv_heads = _size(raw, "num_key_value_heads", architecture.default_num_kv_heads or num_heads)
+        head_dim = _size(raw, "head_dim", architecture.default_head_dim or hidden_size // num_heads)
+        if num_heads % num_kv_heads or head_dim % 2:
+            raise StartupError(
+                f"config.json: {num_heads} heads, {num_kv_heads} KV heads, head_dim {head_dim}; heads must be a multiple of KV heads, head_dim even"
+            )
+        max_positions = _size(raw, "max_position_embeddings", architecture.default_context_length)
+        rope_theta, rope_scaling = _rope(raw, max_positions)
+        context_length = _context_length(max_positions, rope_scaling)
+        attention_bias = bool(raw.get("attention_bias", False))
+        return cls(
+            architecture=name,
+            hidden_size=hidden_size,
+            intermediate_size=_size(raw, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=_size(raw, "vocab_size"),
+            context_length=context_length,
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
+            o_bias=attention_bias if architecture.o_bias is None else architecture.o_bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)) if architecture.mlp_bias is None else architecture.mlp_bias,
+            qk_norm=architecture.qk_norm,
+            # a window as long as the context never cuts anything
+            sliding_window=tuple(w if w is not None and w < context_length else None for w in architecture.windows(raw, num_layers)),
+            hidden_act=_one_of(raw.get("hidden_act", "silu"), ("silu", "swish"), "hidden_act"),
+            dtype=_one_of(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), DTYPES, "dtype"),
+            eos_token_ids=_eos_token_ids(path, raw),
+            bos_token_id=raw.get("bos_token_id"),
+            raw=raw,
+        )
 
 
 def fingerprint(model_dir: Path) -> str:
-    """Hex digest that differs when geometry or weights differ; compared in Hello (R8)."""
-    raise NotImplementedError  # engine part
+    """Hex digest that differs when geometry or weights differ; compared in Hello (R8).
+
+    Weights are sampled (files.py), so this takes milliseconds; how the checkpoint is cut into files does not matter.
+    """
+    config = ModelConfig.from_dir(model_dir)
+    geometry = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "eos_token_ids", "bos_token_id")}
+    return hashlib.sha256(json.dumps(geometry, sort_keys=True).encode() + weight_digest(model_dir)).hexdigest()
+
+
+def _read_json(path: Path) -> JsonObject:
+    try:
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise StartupError(f"{path} does not exist; --model needs a directory with config.json, tokenizer.json and *.safetensors") from None
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise StartupError(f"{path} holds {type(raw).__name__}, not a JSON object")
+    return raw
+
+
+def _architecture(raw: JsonObject) -> tuple[str, Architecture]:
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURE_TABLE:
+            return name, ARCHITECTURE_TABLE[name]
+    found = ", ".join(map(str, names)) or "none named in config.json"
+    raise StartupError(f"architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
+
+
+def _size(raw: JsonObject, key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise StartupError(f"config.json: {key} is {value!r}; a positive integer is needed")
+    return value
+
+
+def _one_of(value: str, supported: tuple[str, ...], key: str) -> str:
+    if value not in supported:
+        raise StartupError(f"config.json: {key} {value!r} is not supported; supported are {', '.join(supported)}")
+    return value
+
+
+def _rope(raw: JsonObject, max_positions: int) -> tuple[float, JsonObject | None]:
+    """(theta, scaling); scaling has `rope_type` and every key its type needs."""
+    parameters = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    rope_type = _one_of(parameters.get("rope_type") or parameters.get("type") or "default", ROPE_TYPES, "rope_type")
+    theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    if (parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise StartupError("config.json: partial_rotary_factor is not supported; the whole head must be rotated")
+    if rope_type == "default":
+        return theta, None
+    if missing := [key for key in ROPE_KEYS[rope_type] if not isinstance(parameters.get(key), int | float)]:
+        raise StartupError(f"config.json: rope type {rope_type} needs {', '.join(missing)}")
+    parameters.pop("type", None)
+    scaling = parameters | {"rope_type": rope_type}
+    scaling["original_max_position_embeddings"] = (
+        raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or max_positions
+    )
+    return theta, scaling
+
+
+def _context_length(max_positions: int, rope_scaling: JsonObject | None) -> int:
+    """Published yarn checkpoints keep max_position_embeddings at the length before scaling."""
+    if rope_scaling is None or rope_scaling["rope_type"] != "yarn":
+        return max_positions
+    return max(max_positions, int(rope_scaling["original_max_position_embeddings"] * rope_scaling["factor"]))
+
+
+def _eos_token_ids(path: Path, raw: JsonObject) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    sources = [raw, _read_json(generation)] if generation.exists() else [raw]
+    ids: list[int] = []
+    for source in sources:
+        value = source.get("eos_token_id")
+        ids += value if isinstance(value, list) else [value] if value is not None else []
+    return tuple(dict.fromkeys(ids))
