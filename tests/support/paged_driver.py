@@ -1,0 +1,102 @@
+"""Drives a ModelRunner as a scheduler would: rows with pages from a shuffled free list, extend batches, decode batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.engine.batch import DecodeBatch, ExtendBatch, SamplingBatch
+from common.engine.runner import ModelRunner
+
+
+def greedy(num_rows: int) -> SamplingBatch:
+    return sampling(num_rows, temperature=0.0)
+
+
+def sampling(
+    num_rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0, seed: int = 0, position: int = 0
+) -> SamplingBatch:
+    return SamplingBatch(
+        temperature=np.full(num_rows, temperature, np.float32),
+        top_p=np.full(num_rows, top_p, np.float32),
+        top_k=np.full(num_rows, top_k, np.int32),
+        min_p=np.full(num_rows, min_p, np.float32),
+        seed=np.full(num_rows, seed, np.int64),
+        position=np.full(num_rows, position, np.int64),
+    )
+
+
+@dataclass
+class Row:
+    """One request: its tokens, how many of them have KV, its pages."""
+
+    token_ids: list[int]
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class PagedDriver:
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self._free = np.random.default_rng(seed).permutation(np.arange(1, runner.kv.num_pages)).tolist()
+
+    def extend_batch(self, parts: Sequence[tuple[Row, int]]) -> ExtendBatch:
+        """The next `n` prompt tokens of each row; rows whose last token is among them sample."""
+        ids = [token for row, n in parts for token in row.token_ids[row.num_computed : row.num_computed + n]]
+        for row, n in parts:
+            row.num_computed += n
+        samples = [i for i, (row, _) in enumerate(parts) if row.num_computed == len(row.token_ids)]
+        rows, lens = [row for row, _ in parts], np.array([n for _, n in parts], np.int32)
+        context_lens, table = self._context_lens(rows), self._table(rows)
+        return ExtendBatch(np.array(ids, np.int64), lens, context_lens, table, np.array(samples, np.int32), greedy(len(samples)))
+
+    def decode_batch(self, rows: Sequence[Row]) -> DecodeBatch:
+        """The last token of each row, which has no KV yet."""
+        for row in rows:
+            row.num_computed += 1
+            assert row.num_computed == len(row.token_ids)
+        return DecodeBatch(np.array([row.token_ids[-1] for row in rows], np.int64), self._context_lens(rows), self._table(rows), greedy(len(rows)))
+
+    def generate(self, prompt: list[int], num_new_tokens: int, chunk: int) -> list[int]:
+        """Greedy, alone in every batch."""
+        row = Row(list(prompt))
+        drawn = np.empty(0, np.int64)
+        while row.num_computed < len(prompt):
+            drawn = self.runner.extend(self.extend_batch([(row, min(chunk, len(prompt) - row.num_computed))]))
+        row.token_ids.append(int(drawn[0]))
+        for _ in range(num_new_tokens - 1):
+            row.token_ids.append(int(self.runner.decode(self.decode_batch([row]))[0]))
+        self.release(row)
+        return row.token_ids[len(prompt) :]
+
+    def all_logits(self, token_ids: list[int], chunk: int, num_decoded: int) -> torch.Tensor:
+        """Logits after each token but those inside chunks: chunks by extend, the last `num_decoded` tokens by decode."""
+        row = Row(token_ids[: len(token_ids) - num_decoded])
+        found = []
+        while row.num_computed < len(row.token_ids):
+            batch = self.extend_batch([(row, min(chunk, len(row.token_ids) - row.num_computed))])
+            batch = ExtendBatch(batch.token_ids, batch.extend_lens, batch.context_lens, batch.page_table, np.zeros(1, np.int32), greedy(1))
+            found.append(self.runner.logits(batch))
+        for token in token_ids[len(token_ids) - num_decoded :]:
+            row.token_ids.append(token)
+            found.append(self.runner.logits(self.decode_batch([row])))
+        self.release(row)
+        return torch.cat(found)
+
+    def release(self, row: Row) -> None:
+        self._free.extend(row.pages)
+        row.pages.clear()
+
+    def _context_lens(self, rows: Sequence[Row]) -> NDArray[np.int32]:
+        return np.array([row.num_computed for row in rows], np.int32)
+
+    def _table(self, rows: Sequence[Row]) -> NDArray[np.int32]:
+        for row in rows:
+            while len(row.pages) * self.runner.kv.page_size < row.num_computed:
+                row.pages.append(self._free.pop(0))
+        table = np.zeros((len(rows), max(len(row.pages) for row in rows) + 1), np.int32)
+        for i, row in enumerate(rows):
+            table[i, : len(row.pages)] = row.pages
+        return table
