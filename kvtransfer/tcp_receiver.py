@@ -42,6 +42,7 @@ from kvtransfer.tcp_wire import (
     GuardedSocket,
     Identity,
     Kind,
+    Verdict,
     WireError,
     check_magic,
     proof,
@@ -150,7 +151,10 @@ class Listener:
             other.stop()
         with self._lock:
             if len(self._unproven) >= MAX_HANDSHAKES:
-                next(iter(self._unproven)).socket.shut()
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                oldest.socket.shut()
+                self._ended.append(oldest)
             try:
                 connection.thread.start()
             except RuntimeError as error:  # the process may have no more threads
@@ -186,19 +190,27 @@ class Listener:
         hello = receive_handshake(raw, HELLO.size, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         magic, version, lane, page_nbytes, incarnation, answer = HELLO.unpack(hello)
         check_magic(magic, version)
-        if lane >= MAX_LANES:
-            raise WireError(f"lane {lane}; a peer has at most {MAX_LANES}")
+        try:
+            guest = self._check_guest(incarnation, answer, nonce, lane, page_nbytes)
+            self._take_lane(connection, guest, lane)
+        except WireError:
+            raw.sendall(WELCOME.pack(MAGIC, VERSION, Verdict.REFUSED, b""))
+            raise
+        raw.settimeout(None)
+        raw.sendall(WELCOME.pack(MAGIC, VERSION, Verdict.WELCOME, proof(b"listener", self._own, guest.identity, nonce, lane, page_nbytes)))
+
+    def _check_guest(self, incarnation: bytes, answer: bytes, nonce: bytes, lane: int, page_nbytes: int) -> Guest:
         with self._lock:
             guest = self._guests.get(incarnation)
         if guest is None:
             raise WireError("the caller is not a peer that was accepted")
         if not hmac.compare_digest(answer, proof(b"caller", self._own, guest.identity, nonce, lane, page_nbytes)):
             raise WireError(f"peer {guest.peer} brought a wrong secret")
+        if lane >= MAX_LANES:
+            raise WireError(f"peer {guest.peer} asks for lane {lane}; a peer has at most {MAX_LANES}")
         if page_nbytes != self._memory.page_nbytes:
             raise WireError(f"peer {guest.peer} has pages of {page_nbytes} bytes, we of {self._memory.page_nbytes}")
-        self._take_lane(connection, guest, lane)
-        raw.settimeout(None)
-        raw.sendall(WELCOME.pack(MAGIC, VERSION, proof(b"listener", self._own, guest.identity, nonce, lane, page_nbytes)))
+        return guest
 
     def _take_lane(self, connection: Connection, guest: Guest, lane: int) -> None:
         """Take the lane over; returns when the connection that had it before has ended."""
@@ -206,7 +218,7 @@ class Listener:
         with self._lock:
             if self._guests.get(guest.identity.incarnation) is not guest or self._closing.is_set():
                 raise WireError(f"peer {guest.peer} was forgotten during its handshake")
-            del self._unproven[connection]
+            self._unproven.pop(connection, None)
             before = self._proven.get(key)
             self._proven[key] = connection
             connection.key = key

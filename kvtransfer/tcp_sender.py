@@ -11,7 +11,7 @@ kernel, and a page whose ticket failed may be reused at once. The lane therefore
                    broken connection is no fault of theirs; those that break MAX_ATTEMPTS connections fail
     refused        the peer has forgotten us, or another process sits behind its address: nothing can land. All fail
     nobody there   connection refused: the peer's process is gone, and its memory with it. All fail
-    no answer      time-outs, no route: try again for FENCE_GIVE_UP_S, unless there is nothing to fence. Then all fail
+    no answer      cut again, time-outs, no route: try again for FENCE_GIVE_UP_S, unless there is nothing to fence. Then all fail
 
 stop() interrupts any of this, at any point: the socket is shut down, both threads are joined, the messages fail.
 """
@@ -39,8 +39,10 @@ from kvtransfer.tcp_wire import (
     GuardedSocket,
     Identity,
     Kind,
+    Verdict,
     WireError,
     check_magic,
+    drop_unsent_on_close,
     proof,
     receive_all,
     receive_handshake,
@@ -72,7 +74,6 @@ class Refused(Exception):
     """The peer, or whoever is behind its address now, answered and will not have us."""
 
 
-CALL_ERRORS = (OSError, EOFError, WireError, Refused)
 NOTHING_CAN_LAND = (ConnectionRefusedError, WireError, Refused)  # failed calls after which the old connection is surely over
 
 
@@ -139,7 +140,7 @@ class Lane:
         while self._wait_for_messages():
             try:
                 connection = self._call()
-            except CALL_ERRORS as error:
+            except Exception as error:  # whatever it is, it becomes the tickets' error: nobody waits for a thread that died
                 self._after_failed_call(error)
             else:
                 self._fail_exhausted()
@@ -151,7 +152,7 @@ class Lane:
             return not self._stopping
 
     def _call(self) -> GuardedSocket:
-        """A new connection, welcomed by the peer. Raises one of CALL_ERRORS."""
+        """A new connection, welcomed by the peer. What it raises says why there is none."""
         family = socket.AF_INET6 if ":" in self._target.host else socket.AF_INET
         connection = GuardedSocket(socket.socket(family, socket.SOCK_STREAM))
         with self._changed:
@@ -172,21 +173,23 @@ class Lane:
         if raw.getsockname() == raw.getpeername():  # nobody listens, and the kernel chose that very port for us
             raise ConnectionRefusedError("connected to itself")
         tune(raw)
+        drop_unsent_on_close(raw)
         magic, version, nonce = CHALLENGE.unpack(receive_handshake(raw, CHALLENGE.size, deadline_s))
         check_magic(magic, version)
         lane, page_nbytes = self._number, self._memory.page_nbytes
         ours = proof(b"caller", target.listener, target.caller, nonce, lane, page_nbytes)
         raw.sendall(HELLO.pack(MAGIC, VERSION, lane, page_nbytes, target.caller.incarnation, ours))
-        try:
-            magic, version, theirs = WELCOME.unpack(receive_handshake(raw, WELCOME.size, deadline_s))
-        except (EOFError, ConnectionError) as error:
-            raise Refused("it refused us: it has not accepted this node, or is another process behind the same address") from error
+        magic, version, verdict, theirs = WELCOME.unpack(receive_handshake(raw, WELCOME.size, deadline_s))
         check_magic(magic, version)
+        if verdict != Verdict.WELCOME:
+            raise Refused("it refused us: it has not accepted this node, or is another process behind the same address")
         if not hmac.compare_digest(theirs, proof(b"listener", target.listener, target.caller, nonce, lane, page_nbytes)):
             raise WireError("it does not know its own secret: another process behind the same address")
         raw.settimeout(None)
 
     def _after_failed_call(self, error: Exception) -> None:
+        if self._stopping:
+            return  # stop() interrupted the call, and fails the messages itself
         broken_since_s = self._broken_since_s
         if broken_since_s is None or isinstance(error, NOTHING_CAN_LAND) or time.monotonic() - broken_since_s > FENCE_GIVE_UP_S:
             cause = error if broken_since_s is None else self._error
@@ -216,7 +219,7 @@ class Lane:
                 if message is None:
                     break
                 self._send(connection.raw, message)
-        except OSError as error:
+        except Exception as error:
             self._broke(connection, error)
         connection.shut()
         replies.join()
@@ -263,7 +266,7 @@ class Lane:
                 with self._changed:
                     self._unanswered.popleft()
                 self._part_done(message.ticket, None)
-        except (OSError, EOFError, WireError) as error:
+        except Exception as error:
             self._broke(connection, error)
 
     def _answered(self, reply: Frame) -> Message:

@@ -4,7 +4,7 @@ A connection carries one direction of asking: the caller sends requests, the lis
 
     listener -> caller   CHALLENGE  nonce
     caller -> listener   HELLO      lane, page size, the caller's incarnation, proof
-    listener -> caller   WELCOME    proof            (or the connection is closed: refused)
+    listener -> caller   WELCOME    verdict, proof
     caller -> listener   WRITE      page ids, then their bytes     ->  WRITTEN
     caller -> listener   READ       page ids                       ->  PAGES, then their bytes
 
@@ -39,16 +39,21 @@ MAX_PAGES_PER_MESSAGE = 8192  # 32 KiB of page ids
 
 CHALLENGE = struct.Struct(f"<4sH2x{NONCE_NBYTES}s")
 HELLO = struct.Struct(f"<4sHHQ{INCARNATION_NBYTES}s32s")
-WELCOME = struct.Struct("<4sH2x32s")
+WELCOME = struct.Struct("<4sHH32s")
 FRAME = struct.Struct("<4sHHIQ")  # magic, version, kind, number of pages, sequence
 
-SILENT_PEER_S = 30  # the kernel gives a connection up when a peer acknowledges nothing for so long. Generous: a scheduler that compiles
+SILENT_PEER_S = 30.0  # the kernel gives a connection up when a peer acknowledges nothing for so long. Generous: a scheduler that compiles
 # a kernel starves its reader threads for seconds, and dead peers are found by heartbeats (peer_timeout_s) long before
 KEEPALIVE_S = 10  # idle connections are probed: no middlebox forgets them, and a vanished peer is noticed
 
 
 class WireError(Exception):
     """The other side does not speak this protocol, or is not who it must be."""
+
+
+class Verdict(enum.IntEnum):
+    WELCOME = 1
+    REFUSED = 2  # said aloud, because a caller may take it for proof that nothing of it can land any more; a cut connection is none
 
 
 class Kind(enum.IntEnum):
@@ -98,6 +103,11 @@ def proof(role: bytes, listener: Identity, caller: Identity, nonce: bytes, lane:
     return hmac.digest(listener.secret + caller.secret, text, hashlib.sha256)
 
 
+def drop_unsent_on_close(connection: socket.socket) -> None:
+    """Of a caller's connection: what the kernel has not sent when it is closed never leaves."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
 def tune(connection: socket.socket) -> None:
     """Socket options of both ends. Buffer sizes stay unset: a fixed size ends the kernel's autotuning (4-6 MiB) and is capped at
     net.core.[rw]mem_max, 208 KiB unless raised; see bench/transfer.py."""
@@ -105,8 +115,7 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_PEER_S * 1000)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() drops what was not sent: see the fence
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_PEER_S * 1000))
 
 
 class GuardedSocket:
