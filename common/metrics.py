@@ -1,0 +1,78 @@
+"""What a process that serves HTTP counts, and how Prometheus reads it.
+
+Each process has its own registry, made where the process is put together and passed down. The scheduler sends its figures in
+NodeStatus (common/messages.py); StatusCollector renders the latest ones when /metrics is read, so nothing is copied per beat.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 30.0, 60.0)
+INTER_TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.5, 1.0, 2.0)
+REQUEST_BUCKETS_S = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0, 600.0)
+INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
+
+METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The text that GET /metrics answers."""
+    return generate_latest(registry)
+
+
+class HttpMetrics:
+    """Requests of one HTTP server, by path and status. 499: the client left before it was answered."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter("pdserve_http_requests", "HTTP requests answered", ("path", "status"), registry=registry)
+        self._duration = Histogram("pdserve_http_request_duration_seconds", "From the request's headers to the answer's last byte", ("path",),
+                                   registry=registry, buckets=REQUEST_BUCKETS_S)
+
+    def answered(self, path: str, status: int, duration_s: float) -> None:
+        self._requests.labels(path, str(status)).inc()
+        self._duration.labels(path).observe(duration_s)
+
+
+class TextMetrics:
+    """Generated text, as clients experience it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, documentation: str, buckets_s: tuple[float, ...]) -> Histogram:
+            return Histogram(f"pdserve_{name}_seconds", documentation, registry=registry, buckets=buckets_s)
+
+        def counter(name: str, documentation: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"pdserve_{name}", documentation, labels, registry=registry)
+
+        self.first_token_s = histogram("time_to_first_token", "From the request's arrival to its first output", FIRST_TOKEN_BUCKETS_S)
+        self.inter_token_s = histogram("inter_token_latency", "Gap to the increment before, divided by the increment's tokens", INTER_TOKEN_BUCKETS_S)
+        self.request_s = histogram("e2e_request_latency", "From the request's arrival to its end; answered requests", REQUEST_BUCKETS_S)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered prompts")
+        self.cached_tokens = counter("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
+        self.generated_tokens = counter("generation_tokens", "Tokens generated")
+        self.prefill_site = counter("prompts_by_prefill_site", "Answered prompts by where their prefill ran", ("site",))
+
+
+def watch_gauge(registry: CollectorRegistry, name: str, documentation: str, read: Callable[[], float]) -> None:
+    """A gauge that is read when /metrics is."""
+    Gauge(name, documentation, registry=registry).set_function(read)
+
+
+class StatusCollector(Collector):
+    """The scheduler's latest figures: a key ending in `_total` is a counter, any other a gauge, each named pdserve_<key>."""
+
+    def __init__(self, registry: CollectorRegistry, latest: Callable[[], dict[str, float]]) -> None:
+        self._latest = latest
+        registry.register(self)
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        for key, value in self._latest().items():
+            name = f"pdserve_{INVALID_NAME_CHARACTERS.sub('_', key)}"
+            if name.endswith("_total"):
+                yield CounterMetricFamily(name.removesuffix("_total"), "Reported by the scheduler", value=value)
+            else:
+                yield GaugeMetricFamily(name, "Reported by the scheduler", value=value)

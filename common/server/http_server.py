@@ -1,0 +1,70 @@
+"""An HTTP server inside somebody else's event loop: uvicorn on a socket that was bound before, without its signal handlers."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+
+from common.errors import StartupError
+from common.server.access import AsgiApp
+
+BACKLOG = 2048
+DATE_PERIOD_S = 1.0
+KEEP_ALIVE_S = 120  # longer than clients' pools keep an idle connection, so that the client closes first and never meets a closing server
+CLOSE_TIMEOUT_S = 1  # for replies under way when the server stops; the node has ended its requests by then
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises StartupError when the address is in use or not this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)  # at once: SO_REUSEADDR lets two sockets bind one port as long as neither listens
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise StartupError(f"cannot serve HTTP on {host}:{port}: {error.strerror}; choose another with --host and --port") from None
+    return listener
+
+
+class HttpServer:
+    def __init__(self, app: AsgiApp, listener: socket.socket) -> None:
+        self._listener = listener
+        config = uvicorn.Config(app, loop="none", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+                                backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_TIMEOUT_S)
+        self._server = _Server(config)
+
+    async def serve(self) -> None:
+        """Until stop()."""
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Take no new connections; replies under way get CLOSE_TIMEOUT_S."""
+        self._server.stop()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that embeds it, and wakes once a second (for the Date header) instead of ten times."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), DATE_PERIOD_S)
