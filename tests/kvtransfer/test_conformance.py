@@ -4,13 +4,14 @@ import itertools
 import select
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import psutil
 import pytest
 from transfer_harness import HARNESSES, Harness, Node, Victim, digest
 
-from kvtransfer.backend import Op, PeerId, PeerUnknown, TransferError
+from kvtransfer.backend import Op, PeerId, PeerUnknown, Ticket, TransferError
 
 PAGE_NBYTES = 192
 NUM_PAGES = 64
@@ -362,6 +363,36 @@ def test_a_peer_restarted_behind_its_address_is_another_peer(world: World) -> No
     world.join(here, new)
     assert here.wait(here.post("WRITE", new.peer, [0, 1], [2, 3])) == [None]
     assert new.digest([2, 3]) == digest(here.pool[[0, 1]])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_interleaving_completes_every_ticket_once(world: World, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pair = world.pair(NUM_PAGES, 4096)
+    tickets: dict[str, list[Ticket]] = {node.peer: [] for node in pair}
+    for _ in range(150):
+        here, there = pair if rng.random() < 0.5 else pair[::-1]
+        step = rng.choice(["post", "post", "post", "post", "collect", "meet", "part"])
+        if step == "post":
+            num_pages = int(rng.integers(0, NUM_PAGES + 1))
+            local, remote = rng.permutation(NUM_PAGES)[:num_pages], rng.permutation(NUM_PAGES)[:num_pages]
+            with suppress(PeerUnknown):
+                tickets[here.peer].append(here.post(OPS[int(rng.integers(2))], there.peer, local, remote))
+        elif step == "collect":
+            here.collect()
+        elif step == "meet":
+            here.meet(there)
+            there.meet(here)
+        else:
+            here.backend.disconnect(there.peer)
+            others_writes_end_here = digest(here.pool)
+            here.collect()
+            assert set(tickets[here.peer]) <= set(here.completed)
+            assert digest(here.pool) == others_writes_end_here
+    for node in pair:
+        node.wait(*tickets[node.peer])
+        node.collect()
+        assert set(node.completed) == set(tickets[node.peer])
 
 
 # ---- resources ---------------------------------------------------------------------------------------------------------------
