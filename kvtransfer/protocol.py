@@ -1,0 +1,193 @@
+"""The control protocol between a decode node (D) and a prefill node (P): what travels, and what must agree first.
+
+    D -> P   Hello        who I am, what my pool looks like, how to reach it
+    P -> D   HelloAck     the same of P, or a refusal with the reason; a refusal on a link that is up means "I do not know you"
+    D -> P   Offer        pages for the KV of one prompt
+    P -> D   FirstToken   token 1, as soon as it is sampled
+    P -> D   Closed       the end of one Offer (R3): no write of it is outstanding. Sent once; a REFUSED Closed answers a Cancel
+                          (or an Offer there is no room for) of which P holds nothing
+    D -> P   Cancel       D gives the offer up; Closed answers it
+    both     Heartbeat    I am here
+
+Identity (R4): a message about a room names the room, D's number of the offer (`attempt`, unique per D process), and both
+processes by incarnation. The encoding is msgpack, one message a frame. Hello and HelloAck have an outer form that never changes;
+what a version may change is in their `body`, read only when the versions are equal. What cannot be decoded changes nothing.
+"""
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from common.errors import Failure
+from kvtransfer.backend import PageIds, PeerId
+
+VERSION = 1
+MAX_FRAME_NBYTES = 1 << 22  # a prompt of 16M tokens at 16 tokens a page
+
+MAX_ROOM = 2**63 - 1
+
+Id = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Incarnation = Annotated[str, Meta(min_length=1, max_length=64)]
+
+ClosedStatus = Literal["DELIVERED", "FAILED", "ABORTED", "REFUSED"]
+
+
+class Compat(msgspec.Struct, frozen=True):
+    """What both nodes of a pair must have in common (R8)."""
+
+    model: str  # fingerprint of the checkpoint
+    dtype: str
+    page_size: int  # tokens
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_nbytes: int
+    context_length: int  # tokens
+    backend: str
+
+
+class HelloBody(msgspec.Struct, frozen=True):
+    """`heartbeat_s`: send me something at least this often. `live`: incarnations of the P processes D holds a link to."""
+
+    compat: Compat
+    description: Annotated[bytes, Meta(max_length=4096)]  # TransferBackend.describe()
+    heartbeat_s: Annotated[float, Meta(ge=0.01, le=3600)]
+    live: Annotated[list[Incarnation], Meta(max_length=4096)] = []
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    version: Count
+    incarnation: Incarnation
+    body: bytes  # HelloBody
+
+
+class HelloAck(msgspec.Struct, frozen=True, tag=True):
+    """`ok` False: `reason` says why there is no link; `body` is empty."""
+
+    version: Count
+    incarnation: Incarnation
+    ok: bool
+    reason: str = ""
+    body: bytes = b""  # HelloBody
+
+
+class RoomMessage(msgspec.Struct, frozen=True, kw_only=True):
+    room: Id
+    attempt: Id
+    sender: Incarnation
+    receiver: Incarnation
+
+
+class Offer(RoomMessage, frozen=True, tag=True, kw_only=True):
+    """`dst_pages`: little-endian int32, D's pages of prompt pages [decode_prefix_pages, number of prompt pages), in order."""
+
+    num_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    prompt_digest: Annotated[bytes, Meta(max_length=64)]
+    decode_prefix_pages: Count
+    dst_pages: bytes
+    deadline_unix_s: Annotated[float, Meta(ge=0, le=1e11)]
+
+
+class FirstToken(RoomMessage, frozen=True, tag=True, kw_only=True):
+    token_id: Count
+    num_cached_tokens: Count
+
+
+class Closed(RoomMessage, frozen=True, tag=True, kw_only=True):
+    """`failure` is set unless the status is DELIVERED."""
+
+    status: ClosedStatus
+    failure: Failure | None = None
+
+
+class Cancel(RoomMessage, frozen=True, tag=True, kw_only=True):
+    failure: Failure
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    sender: Incarnation
+    receiver: Incarnation
+
+
+ToPrefill = Hello | Offer | Cancel | Heartbeat
+ToDecode = HelloAck | FirstToken | Closed | Heartbeat
+Message = ToPrefill | ToDecode
+
+
+class Undecodable(Exception):
+    """A frame that is no message of this protocol."""
+
+
+_to_prefill = msgspec.msgpack.Decoder(ToPrefill)
+_to_decode = msgspec.msgpack.Decoder(ToDecode)
+_hello_body = msgspec.msgpack.Decoder(HelloBody)
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_to_prefill(frame: bytes) -> ToPrefill:
+    """Raises Undecodable."""
+    try:
+        return _to_prefill.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Undecodable(str(error)) from error
+
+
+def decode_to_decode(frame: bytes) -> ToDecode:
+    """Raises Undecodable."""
+    try:
+        return _to_decode.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Undecodable(str(error)) from error
+
+
+def hello(incarnation: PeerId, body: HelloBody) -> Hello:
+    return Hello(VERSION, incarnation, msgspec.msgpack.encode(body))
+
+
+def hello_ack(incarnation: PeerId, body: HelloBody) -> HelloAck:
+    return HelloAck(VERSION, incarnation, True, body=msgspec.msgpack.encode(body))
+
+
+def hello_refusal(incarnation: PeerId, reason: str) -> HelloAck:
+    return HelloAck(VERSION, incarnation, False, reason)
+
+
+def read_hello(message: Hello | HelloAck, ours: Compat) -> HelloBody | str:
+    """Its body, or why no link can be: the sentence names what differs, and both values."""
+    if message.version != VERSION:
+        return f"transfer protocol version: {VERSION} here, {message.version} at the peer"
+    try:
+        body = _hello_body.decode(message.body)
+    except (msgspec.DecodeError, ValueError) as error:
+        return f"the peer's Hello cannot be read: {error}"
+    differences = [
+        f"{field.replace('_', ' ')}: {getattr(ours, field)} here, {getattr(body.compat, field)} at the peer"
+        for field in Compat.__struct_fields__
+        if getattr(ours, field) != getattr(body.compat, field)
+    ]
+    return "; ".join(differences) or body
+
+
+def pack_pages(pages: PageIds) -> bytes:
+    return pages.astype("<i4").tobytes()
+
+
+def unpack_pages(packed: bytes) -> PageIds:
+    """Raises ValueError unless they are distinct page ids."""
+    if len(packed) % 4:
+        raise ValueError(f"{len(packed)} bytes of pages; a page id has 4")
+    pages = np.frombuffer(packed, dtype="<i4").astype(np.int32)
+    if len(pages) and (int(pages.min()) < 0 or len(np.unique(pages)) != len(pages)):
+        raise ValueError("a page is negative or named twice")
+    return pages
+
+
+def num_pages_of(num_tokens: int, page_size: int) -> int:
+    return math.ceil(num_tokens / page_size)

@@ -1,0 +1,196 @@
+"""The ZMQ ends of the control channel: a ROUTER on P, one DEALER a link on D.
+
+A DEALER here makes one connection attempt and at most one connection, and never reconnects (RECONNECT_IVL -1): what was queued for
+one process cannot reach the next one behind the same address. Its monitor says at once when the attempt failed or the connection
+ended, which the kernel notices in milliseconds when the peer's process dies. The ROUTER cannot say whose connection ended; its
+monitor says that one did, and a probe finds the route (ROUTER_MANDATORY makes a send to a route that is gone fail).
+
+Nothing blocks. Frames are bounded in size and queues in length; a peer that lets its queue fill counts as gone. Bytes that are no
+ZMQ on these ports end their own connection and nothing else.
+"""
+
+import itertools
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from common.errors import StartupError
+from kvtransfer.link import Address
+from kvtransfer.protocol import MAX_FRAME_NBYTES
+
+ZmqContext = zmq.Context[zmq.Socket[bytes]]
+ZmqSocket = zmq.Socket[bytes]
+
+MAX_QUEUED_FRAMES = 10_000  # per connection: more than a node has rooms
+MAX_FRAMES_A_STEP = 256  # then timers and commands get their turn, whoever floods us
+LINGER_MS = 200  # a last Closed or Cancel still leaves; a dead peer does not hold up exit
+HANDSHAKE_MS = 3000
+
+ROUTER_EVENTS = zmq.EVENT_DISCONNECTED
+DEALER_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+REASONS: dict[int, str] = {zmq.EVENT_CLOSED: "connection refused", zmq.EVENT_DISCONNECTED: "its connection ended"}
+
+_monitor_numbers = itertools.count()  # names of inproc addresses, unique in the process
+
+
+class Monitor:
+    """Connection events of one socket, and why."""
+
+    def __init__(self, context: ZmqContext, watched: ZmqSocket, events: int) -> None:
+        address = f"inproc://kvtransfer-monitor-{next(_monitor_numbers)}"
+        watched.monitor(address, events)
+        self._watched = watched
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def take(self) -> list[int]:
+        events: list[int] = []
+        with suppress(zmq.Again):
+            while True:
+                events.append(recv_monitor_message(self.socket, zmq.NOBLOCK)["event"])
+        return events
+
+    def close(self) -> None:
+        """Before the watched socket is closed, whose end would otherwise wait for this one."""
+        self._watched.disable_monitor()
+        self.socket.close()
+
+
+def _open(context: ZmqContext, kind: int) -> ZmqSocket:
+    opened: ZmqSocket = context.socket(kind)
+    opened.set(zmq.LINGER, LINGER_MS)
+    opened.set(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+    opened.set(zmq.SNDHWM, MAX_QUEUED_FRAMES)
+    opened.set(zmq.RCVHWM, MAX_QUEUED_FRAMES)
+    opened.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    return opened
+
+
+class RouterWire:
+    """P's end (link.AcceptWire)."""
+
+    def __init__(self, context: ZmqContext, host: str, port: int) -> None:
+        """Raises StartupError when host:port cannot be bound. Port 0: a free one."""
+        self._socket = _open(context, zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._monitor = Monitor(context, self._socket, ROUTER_EVENTS)
+        try:
+            numeric = _numeric(host)
+            self._socket.set(zmq.IPV6, ":" in numeric)
+            self._socket.bind(f"tcp://{Address(numeric, port)}")
+        except (OSError, zmq.ZMQError) as error:
+            self.close()
+            refused = f"control endpoint {Address(host, port)} cannot be bound: {error}"
+            raise StartupError(f"{refused}; choose another --bootstrap-port or --host") from error
+        self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    @property
+    def sockets(self) -> list[ZmqSocket]:
+        """To be polled for reading."""
+        return [self._socket, self._monitor.socket]
+
+    def send(self, route: bytes, frame: bytes) -> bool:
+        try:
+            self._socket.send_multipart([route, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def frames(self) -> Iterator[tuple[bytes, bytes, str | None]]:
+        """(route, frame, numeric address of the peer) of each message that waits. Others' multipart messages are passed over."""
+        with suppress(zmq.Again):
+            for _ in range(MAX_FRAMES_A_STEP):
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                if len(parts) == 2:
+                    yield parts[0].bytes, parts[1].bytes, _peer_address(parts[1])
+
+    def some_disconnected(self) -> bool:
+        return bool(self._monitor.take())
+
+    def close(self) -> None:
+        self._monitor.close()
+        self._socket.close()
+
+
+class DealerWire:
+    """D's end (link.DialWire)."""
+
+    def __init__(self, context: ZmqContext) -> None:
+        self._context = context
+        self._next_link = 1
+        self._links: dict[int, tuple[ZmqSocket, Monitor]] = {}
+
+    @property
+    def sockets(self) -> list[ZmqSocket]:
+        """To be polled for reading."""
+        return [polled for dealer, monitor in self._links.values() for polled in (dealer, monitor.socket)]
+
+    def open(self, address: Address) -> int:
+        dealer = _open(self._context, zmq.DEALER)
+        dealer.set(zmq.RECONNECT_IVL, -1)
+        dealer.set(zmq.IPV6, ":" in address.host)
+        monitor = Monitor(self._context, dealer, DEALER_EVENTS)
+        try:
+            dealer.connect(f"tcp://{address}")
+        except (zmq.ZMQError, ValueError, UnicodeError) as error:
+            monitor.close()
+            dealer.close(linger=0)
+            raise ValueError(f"not an address: {error}") from error
+        link = self._next_link
+        self._next_link += 1
+        self._links[link] = dealer, monitor
+        return link
+
+    def send(self, link: int, frame: bytes) -> bool:
+        if link not in self._links:
+            return False
+        try:
+            self._links[link][0].send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def frames(self) -> Iterator[tuple[int, bytes]]:
+        """(link, frame) of each message that waits."""
+        for link, (dealer, _) in list(self._links.items()):
+            with suppress(zmq.Again):
+                while not dealer.closed:
+                    parts = dealer.recv_multipart(zmq.NOBLOCK)
+                    if len(parts) == 1:
+                        yield link, parts[0]
+
+    def disconnected(self) -> list[tuple[int, str]]:
+        """Links that are over, and why. Read frames() after this and before acting on it: a last message may have come first."""
+        ended = []
+        for link, (_, monitor) in self._links.items():
+            if events := monitor.take():
+                ended.append((link, REASONS.get(events[0], "it does not speak this protocol")))
+        return ended
+
+    def close(self, link: int) -> None:
+        dealer, monitor = self._links.pop(link)
+        monitor.close()
+        dealer.close()
+
+    def close_all(self) -> None:
+        for link in list(self._links):
+            self.close(link)
+
+
+def _numeric(host: str) -> str:
+    """ZMQ binds numeric addresses only. Raises OSError for a name that does not resolve."""
+    return str(socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _peer_address(frame: zmq.Frame) -> str | None:
+    try:
+        address = frame.get("Peer-Address")
+    except zmq.ZMQError:
+        return None
+    return address if isinstance(address, str) else None
