@@ -1,43 +1,35 @@
-"""CPU attention: decode reads pages in place with a numba kernel, extend gathers a request's pages once a layer for torch's SDPA.
+"""CPU attention: decode reads pages in place with one kernel, extend gathers a request's pages once a layer and works in GEMMs.
 
 One query row over paged keys is memory-bound, and a gather would move every byte three times instead of once. An extend batch is
-compute-bound: there a contiguous copy costs little, and SDPA's blocked GEMMs win. Query heads of one KV head are laid out as the
-batch's heads and share K and V by stride 0, so nothing is repeated. Without a cached prefix or a window that cuts, SDPA masks by
-itself; otherwise one additive mask a request is made per step and distinct window. A window also limits what is gathered.
+compute-bound: there a contiguous copy costs little and GEMMs win. It takes its queries in blocks, so that no more than a block's keys
+are ever multiplied (the mask is an index comparison in the kernel, never an array) and scores stay in the cache. A sliding window
+also limits which pages are gathered.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional as F
 
-from common.attention import numba_decode
+from common.attention import numba_decode, numba_extend
 from common.attention.backend import AttentionSpec, Batch, Extent, HeadGeometry, TokenPlaces, extents
 from common.engine.batch import DecodeBatch
 from common.kvcache.layout import KVPool
 from common.layers import cpu_ops
-from common.layers.arrays import EMPTY, as_array
+from common.layers.arrays import EMPTY, Array, as_array
 from common.layers.rope import RopeTable
 
+QUERY_BLOCK = 64  # tokens; 32 to 128 measured alike at 256 to 8192 keys (bench/extend_attention.py), 64 wastes least on the diagonal
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     places: TokenPlaces
     page_table: NDArray[np.int32]
     context_lens: NDArray[np.int32]
     extents: list[Extent] | None  # None: a decode batch
-    views: "dict[tuple[int, int | None], _KeyRange]"  # by (request row, window), made when first used
-
-
-@dataclass(frozen=True, slots=True)
-class _KeyRange:
-    """What one request's new tokens can see under one window."""
-
-    pages: torch.Tensor  # int64 [n], the pages that hold it
-    num_keys: int  # from the first token of the first page
-    mask: torch.Tensor | None  # [num_new, num_keys], 0 or -inf; None: plainly causal
 
 
 class NumbaAttention:
@@ -45,13 +37,15 @@ class NumbaAttention:
         assert pool.array is not None, "the numba backend reads a CPU pool"
         self._geometry, self._pool, self._pool_array = geometry, pool, pool.array
         self._cos, self._sin = rope.cos.numpy(), rope.sin.numpy()
+        self._group = geometry.num_heads // geometry.num_kv_heads
         self._no_norm = EMPTY[pool.layout.dtype]
         self._scale = geometry.head_dim**-0.5
+        self._exponent_factor = self._scale * math.log2(math.e)
         self._plan: _Plan | None = None
 
     def plan(self, batch: Batch) -> None:
         rows = None if isinstance(batch, DecodeBatch) else extents(batch)
-        self._plan = _Plan(TokenPlaces.of(batch, self._pool.page_size), batch.page_table, batch.context_lens, rows, {})
+        self._plan = _Plan(TokenPlaces.of(batch, self._pool.page_size), batch.page_table, batch.context_lens, rows)
 
     def forward(self, qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         assert self._plan is not None, "forward() before plan()"
@@ -68,51 +62,35 @@ class NumbaAttention:
             q_weight, k_weight, eps, q_array, geometry.num_kv_heads,
         )  # fmt: skip
         out = torch.empty_like(q)
+        out_array = as_array(out)
         if plan.extents is None:
             numba_decode.paged_decode_attention(
-                q_array, self._pool_array, spec.layer, plan.page_table, plan.context_lens, spec.window or 0, self._scale, as_array(out)
+                q_array, self._pool_array, spec.layer, plan.page_table, plan.context_lens, spec.window or 0, self._scale, out_array
             )
         else:
             for extent in plan.extents:
-                out[extent.begin : extent.end] = self._extend(q[extent.begin : extent.end], extent, spec)
+                self._extend(q_array, extent, plan.page_table[extent.row], spec, out_array)
         return out.view(len(qkv), -1)
 
-    def _extend(self, q: torch.Tensor, extent: Extent, spec: AttentionSpec) -> torch.Tensor:
-        """q: [n, num_heads, head_dim] -> the same shape."""
-        num_new, geometry = len(q), self._geometry
-        group = geometry.num_heads // geometry.num_kv_heads
-        seen = self._key_range(extent, spec.window, q.dtype)
-        shape = (geometry.num_kv_heads, 1, len(seen.pages) * self._pool.page_size, geometry.head_dim)
-        k, v = (
-            view.transpose(0, 1).index_select(1, seen.pages).view(shape)[:, :, : seen.num_keys].expand(-1, group, -1, -1)
-            for view in (self._pool.keys(spec.layer), self._pool.values(spec.layer))
-        )
-        grouped = q.view(num_new, geometry.num_kv_heads, group, geometry.head_dim).permute(1, 2, 0, 3)
-        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen.mask, is_causal=seen.mask is None)
-        return out.permute(2, 0, 1, 3).reshape(q.shape)
-
-    def _key_range(self, extent: Extent, window: int | None, dtype: torch.dtype) -> _KeyRange:
-        assert self._plan is not None
-        if window is not None and extent.context_len <= window:
-            window = None  # nothing is cut yet
-        found = self._plan.views.get((extent.row, window))
-        if found is None:
-            found = self._plan.views[extent.row, window] = self._make_key_range(extent, window, dtype)
-        return found
-
-    def _make_key_range(self, extent: Extent, window: int | None, dtype: torch.dtype) -> _KeyRange:
-        assert self._plan is not None
-        page_size = self._pool.page_size
-        first_page = 0 if window is None else max(0, extent.num_cached + 1 - window) // page_size
-        end_page = -(-extent.context_len // page_size)
-        pages = torch.from_numpy(self._plan.page_table[extent.row, first_page:end_page].astype(np.int64))
+    def _extend(self, q: Array, extent: Extent, row_pages: NDArray[np.int32], spec: AttentionSpec, out: Array) -> None:
+        """Attention of one request's new tokens. q, out: [T, num_heads, head_dim] of the whole batch."""
+        kv_heads, group, page_size, window = self._geometry.num_kv_heads, self._group, self._pool.page_size, spec.window or 0
+        first_page = max(0, extent.num_cached + 1 - window) // page_size if window else 0
         first_key = first_page * page_size
-        if window is None and extent.num_cached == 0:
-            return _KeyRange(pages, extent.context_len, None)
-        queries = torch.arange(extent.num_cached, extent.context_len).unsqueeze(1)
-        keys = torch.arange(first_key, extent.context_len)
-        hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        return _KeyRange(pages, extent.context_len - first_key, mask)
+        k, v = self._gather(row_pages[first_page : -(-extent.context_len // page_size)], spec.layer)
+        for begin in range(extent.begin, extent.end, QUERY_BLOCK):
+            end = min(begin + QUERY_BLOCK, extent.end)
+            first_visible = extent.num_cached + begin - extent.begin - first_key  # the last key that the block's first token sees
+            num_keys = first_visible + end - begin
+            queries = torch.empty(kv_heads, (end - begin) * group, self._geometry.head_dim, dtype=k.dtype)
+            numba_extend.group_queries(q[begin:end], as_array(queries))
+            weights, sums = torch.bmm(queries, k[:, :num_keys].transpose(1, 2)), np.empty(queries.shape[:2], np.float32)
+            numba_extend.masked_exp(as_array(weights), group, first_visible, window, self._exponent_factor, sums)
+            numba_extend.normalise(as_array(torch.bmm(weights, v[:, :num_keys])), sums, out[begin:end])
+
+    def _gather(self, pages: NDArray[np.int32], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the pages, in order: [num_kv_heads, tokens, head_dim] each."""
+        shape = (self._geometry.num_kv_heads, len(pages) * self._pool.page_size, self._geometry.head_dim)
+        k, v = (torch.empty(shape, dtype=self._pool.layout.dtype) for _ in range(2))
+        numba_extend.gather_pages(self._pool_array, layer, pages, as_array(k), as_array(v))
+        return k, v

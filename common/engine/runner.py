@@ -73,8 +73,8 @@ class ModelRunner:
         budget_nbytes = int(free_nbytes(self.device) * mem_fraction)
         has_kernels = find_spec("common.layers.cpu_ops") is not None and find_spec("common.attention.numba_decode") is not None
         use_numba = attention_backend == "numba" or (attention_backend == "auto" and device == "cpu" and has_kernels)
-        self._model = Decoder(self.model_config, _layer_ops(use_numba), self.dtype, self.device)
-        load_weights(self._model, model_dir, lambda fraction: progress("loading weights", fraction))
+        self.model = Decoder(self.model_config, _layer_ops(use_numba), self.dtype, self.device)
+        load_weights(self.model, model_dir, lambda fraction: progress("loading weights", fraction))
         self.kv = self._make_pool(page_size, num_pages, budget_nbytes)
         self._attention = self._make_attention(use_numba)
         self._progress = progress
@@ -89,8 +89,8 @@ class ModelRunner:
     def logits(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor:
         """Write the batch's KV; float32 [S, vocab] of the rows that sample."""
         self._attention.plan(batch)
-        hidden = self._model(torch.from_numpy(batch.token_ids).to(self.device), self._attention, self._asked_tokens(batch))
-        return self._model.logits(hidden)
+        hidden = self.model(torch.from_numpy(batch.token_ids).to(self.device), self._attention, self._asked_tokens(batch))
+        return self.model.logits(hidden)
 
     def _asked_tokens(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor | None:
         """Which tokens of the batch yield logits: int64 [S]; None: all."""
@@ -114,10 +114,10 @@ class ModelRunner:
         config = self.model_config
         layout = KVLayout(config.num_kv_heads, config.num_layers, page_size, config.head_dim, self.dtype)
         if num_pages is None:
-            num_pages = layout.num_pages_within(budget_nbytes - self._model.nbytes)
+            num_pages = layout.num_pages_within(budget_nbytes - self.model.nbytes)
         if num_pages < 2:
             raise StartupError(
-                f"no memory for a KV pool: weights take {self._model.nbytes >> 20} MiB of the {budget_nbytes >> 20} MiB allowed; "
+                f"no memory for a KV pool: weights take {self.model.nbytes >> 20} MiB of the {budget_nbytes >> 20} MiB allowed; "
                 "raise --mem-fraction-static or set --max-total-tokens"
             )
         try:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 class Linear:
     def __init__(self, num_in: int, num_out: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         """`weight` [num_out, num_in] and `bias` [num_out] are to be filled, then pack() called once."""
+        self.num_in, self.num_out = num_in, num_out
         self.weight = torch.empty(num_out, num_in, dtype=dtype, device=device)
         self.bias = torch.empty(num_out, dtype=dtype, device=device) if bias else None
         self._blocked: torch.Tensor | None = None

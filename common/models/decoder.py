@@ -40,9 +40,9 @@ class Decoder:
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers)]
         self.final_norm = NormWeight.empty(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.head = Linear(config.hidden_size, 0 if config.tie_word_embeddings else config.vocab_size, False, dtype, device)
+        self.head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
         if config.tie_word_embeddings:
-            self.head.weight = self.embedding
+            self.head.weight = self.embedding  # what Linear allocated was never touched, so it never took memory
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors().values())
 
     def __call__(self, ids: torch.Tensor, attn: AttentionBackend, rows: torch.Tensor | None = None) -> torch.Tensor:

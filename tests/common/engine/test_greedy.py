@@ -13,7 +13,7 @@ from common.engine.runner import ModelRunner
 
 PAGE = 16
 Backend = Literal["torch", "numba"]
-BACKENDS: tuple[Backend, ...] = ("torch",)
+BACKENDS: tuple[Backend, ...] = ("torch", "numba")
 
 
 @cache
@@ -38,7 +38,7 @@ def test_float32_logits_equal_transformers(checkpoint: str, backend: Backend) ->
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_greedy_tokens_equal_transformers_over_chunks_and_decode(checkpoint: str) -> None:
-    driver = PagedDriver(runner_of(checkpoint, "torch"))
+    driver = PagedDriver(runner_of(checkpoint, "numba"))
     for num_tokens, chunk in ((1, 8), (PAGE - 1, 8), (PAGE, 64), (PAGE + 1, 16), (5 * PAGE + 3, 23), (2 * WINDOW, 2 * WINDOW)):
         tokens = prompt(num_tokens, seed=1)
         assert driver.generate(tokens, PAGE + 2, chunk) == greedy_oracle(cached_checkpoint(checkpoint), tokens, PAGE + 2), num_tokens
@@ -64,7 +64,7 @@ def test_ragged_batches_with_cached_prefixes_equal_single_requests(checkpoint: s
 
 
 def test_only_rows_that_sample_yield_tokens() -> None:
-    driver = PagedDriver(runner_of("llama", "torch"))
+    driver = PagedDriver(runner_of("llama", "numba"))
     rows = [Row(prompt(n, seed=4)) for n in (9, 20, 30)]
     assert driver.runner.extend(driver.extend_batch([(rows[0], 5), (rows[1], 7)])).shape == (0,)
     drawn = driver.runner.extend(driver.extend_batch([(rows[1], 3), (rows[0], 4), (rows[2], 30)]))
@@ -94,7 +94,7 @@ def test_any_page_size_gives_the_same_tokens(page_size: int) -> None:
 
 
 def test_the_last_position_of_the_context_is_usable() -> None:
-    driver = PagedDriver(runner_of("llama_yarn", "torch"))
+    driver = PagedDriver(runner_of("llama_yarn", "numba"))
     tokens = prompt(505, seed=7)
     assert driver.generate(tokens, 8, 128) == greedy_oracle(cached_checkpoint("llama_yarn"), tokens, 8)
 
