@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
@@ -75,7 +76,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         }.items()
     }
     add_flags(commands["up"], UpConfig)
-    add_flags(commands["up"], RouterConfig, skip=("prefill", "decode"))
+    add_flags(commands["up"], RouterConfig, skip=("prefill", "decode"), defaults={"log_level": "warning"})  # its own lines say the rest
     shared = {field.name for field in dataclasses.fields(RouterConfig)}
     add_flags(commands["up"], NodeConfig, skip=(*NODE_ADDRESS_FIELDS, *shared))
     add_flags(commands["router"], RouterConfig)
@@ -88,7 +89,7 @@ def _router(arguments: argparse.Namespace) -> int:
     config = config_from(RouterConfig, arguments)
     if not config.prefill and not config.decode:
         raise StartupError("the router needs nodes: give --prefill URL and --decode URL (each repeatable), or use `pdserve up`")
-    check_port_free(config, config.port)
+
     from router.main import run_router
 
     return run_router(config)
@@ -96,7 +97,7 @@ def _router(arguments: argparse.Namespace) -> int:
 
 def _node(role: Role, arguments: argparse.Namespace) -> int:
     config = config_from(NodeConfig, arguments, role=role)
-    check_port_free(config, config.port)
+    check_port_free(config.host, config.port)
     config = _with_model(config, partial(print, file=sys.stderr, flush=True))
     from common.server.node import run_node
 
@@ -105,10 +106,11 @@ def _node(role: Role, arguments: argparse.Namespace) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     router = config_from(RouterConfig, arguments)
-    check_port_free(router, router.port)
+    check_port_free(router.host, router.port)
     say = partial(print, flush=True)
     node = _with_model(config_from(NodeConfig, arguments, host="127.0.0.1"), say)
-    return asyncio.run(Cluster(up=config_from(UpConfig, arguments), node=node, router=router, say=say).run())
+    with tempfile.TemporaryDirectory(prefix="pdserve-up-") as run_dir:
+        return asyncio.run(Cluster(up=config_from(UpConfig, arguments), node=node, router=router, run_dir=Path(run_dir), say=say).run())
 
 
 def _with_model(config: NodeConfig, say: "partial[None]") -> NodeConfig:

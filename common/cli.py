@@ -167,4 +167,5 @@ def _help_text(field: Field, value_type: type[Any] | None, default: object) -> s
         facts.append(field.metadata["unit"])
     if default is not None:
         facts.append(f"default {default}")
-    return (field.metadata["help"] + (f" ({'; '.join(facts)})" if facts else "")).replace("%", "%%")
+    text: str = field.metadata["help"]
+    return (text + (f" ({'; '.join(facts)})" if facts else "")).replace("%", "%%")

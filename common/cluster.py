@@ -9,20 +9,21 @@ import asyncio
 import http.client
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from common.cli import argv_of
-from common.config import HttpConfig, NodeConfig, Role, RouterConfig, flag
+from common.config import NodeConfig, Role, RouterConfig, flag
 from common.errors import StartupError
-from common.launch import Child, ChildDied
+from common.launch import Child, ChildDied, ending, python_argv
 
 RESTART_FIRST_S = 0.2  # a killed process comes back at once for a person; a crash loop is not worth more than a core's per mille
 RESTART_MAX_S = 10.0
-STOP_MARGIN_S = 3.0  # beyond --shutdown-timeout: closing sockets and joining processes
+ROUTER_STOP_S = 1.0  # beyond --shutdown-timeout, then it is killed
+NODES_STOP_S = 4.0  # likewise, for the whole cluster: with the default timeout everything is gone in 9 s
 READY_PROBE_S = 0.05
 READY_TIMEOUT_S = 30.0  # nodes are ready by then; the router needs one probe of each
 ANY_ADDRESS = ("0.0.0.0", "::", "")
@@ -53,6 +54,7 @@ class Cluster:
     up: UpConfig
     node: NodeConfig  # model already resolved to a directory; ports are ignored
     router: RouterConfig  # prefill and decode are ignored
+    run_dir: Path  # of the caller, who removes it: run directories of killed nodes stay in it
     say: Callable[[str], None]
     members: list[Member] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,8 +107,9 @@ class Cluster:
 
     async def _start(self, member: Member) -> dict[str, int]:
         """The ports it reports once it is ready."""
-        command = [sys.executable, "-P", "-m", "pdserve", *member.argv]
-        member.child = Child(member.name, command, on_progress=lambda text: self.say(f"{member.name}: {text}"))
+        environment = {"TMPDIR": str(self.run_dir)}
+        member.child = Child(member.name, python_argv("pdserve", *member.argv), on_progress=lambda text: self.say(f"{member.name}: {text}"),
+                             environment=environment)
         facts = await member.child.wait_ready()
         return {name: value for name, value in facts.items() if isinstance(value, int)}
 
@@ -120,7 +123,7 @@ class Cluster:
                 return
             if time.monotonic() - born_s > RESTART_MAX_S:
                 member.restart_s = RESTART_FIRST_S
-            self.say(f"{member.name} (pid {member.child.process.pid}) {_ending(status)}; starting it again in {member.restart_s:g} s")
+            self.say(f"{member.name} (pid {member.child.process.pid}) {ending(status)}; starting it again in {member.restart_s:g} s")
             await asyncio.sleep(member.restart_s)
             member.restart_s = min(2 * member.restart_s, RESTART_MAX_S)
             try:
@@ -154,11 +157,12 @@ class Cluster:
 
     async def _stop(self) -> None:
         self.stopping.set()
-        deadline_s = time.monotonic() + self.node.shutdown_timeout_s + STOP_MARGIN_S
+        stop_s = time.monotonic()
         routers = [member.child for member in self.members if member.name == "router" and member.child is not None]
         nodes = [member.child for member in self.members if member.name != "router" and member.child is not None]
-        for children in (routers, nodes):
-            await self._stop_children(children, max(1.0, deadline_s - time.monotonic()))
+        for children, margin_s in ((routers, ROUTER_STOP_S), (nodes, NODES_STOP_S)):
+            left_s = stop_s + self.node.shutdown_timeout_s + margin_s - time.monotonic()
+            await self._stop_children(children, left_s)
 
     async def _stop_children(self, children: Sequence[Child], timeout_s: float) -> None:
         hurried = asyncio.ensure_future(self.hurry.wait())
@@ -172,16 +176,16 @@ class Cluster:
         await stops
 
 
-def check_port_free(config: HttpConfig, port: int) -> None:
-    """Raises StartupError at once, where a node would find out only after loading its model."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, port))
+def check_port_free(host: str, port: int) -> None:
+    """Raises StartupError at once, where a process would find out only after loading its model."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run that wait to time out do not count
+            probe.bind(address)
             probe.listen(1)  # only this tells: two sockets may bind one port while neither listens
-        except OSError as error:
-            raise StartupError(f"cannot listen on {config.host}:{port}: {error.strerror or error}; choose another with --port or --host") from None
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port") from None
 
 
 def _keep_ports(member: Member, ports: dict[str, int]) -> None:
@@ -201,8 +205,3 @@ def _is_ready(host: str, port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _ending(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-

@@ -5,7 +5,8 @@ A parent starts a child with two pipes and knows everything about it from them:
 - the status pipe carries one JSON line per report (progress, ready, failed); its end means the child is gone.
 
 So a child that dies is noticed at once by whoever polls the status pipe, and kill -9 of a parent takes its children, without
-signals, pid files or polling. Children ignore SIGINT: a terminal sends it to the whole group, and the parent decides.
+signals, pid files or polling. SIGINT never reaches a child: a terminal sends it to the whole group, and the parent decides. It is
+blocked from the child's first instruction on (the mask is inherited), so that no handler installed later, and no import, meets it.
 """
 
 import asyncio
@@ -18,12 +19,14 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from common.errors import StartupError
 
 STATUS_FD_VARIABLE = "PDSERVE_STATUS_FD"
 LENGTH_BYTES = 8
 PARENT_GONE_STATUS = 1
+MAX_REPORT_BYTES = 1 << 22  # a traceback is some KiB
 
 
 class ChildDied(Exception):
@@ -47,8 +50,10 @@ class Reporter:
 
     def _write(self, report: Mapping[str, object]) -> None:
         if self._fd is not None:
-            with suppress(BrokenPipeError):
-                os.write(self._fd, json.dumps(report).encode() + b"\n")
+            line = json.dumps(report).encode() + b"\n"
+            with suppress(BrokenPipeError):  # the parent is gone: the watch on it ends this process
+                while line:
+                    line = line[os.write(self._fd, line) :]
 
 
 def child_pipes() -> tuple[bytes, Reporter]:
@@ -85,16 +90,13 @@ def run_child(main: Callable[[bytes, Reporter], None]) -> None:
 
 
 class Child:
-    """A started process, seen from its parent's event loop."""
+    """A started process, seen from its parent's event loop. `environment` is added to the parent's own."""
 
-    def __init__(self, name: str, argv: Sequence[str], payload: bytes = b"", on_progress: Callable[[str], None] | None = None) -> None:
+    def __init__(self, name: str, argv: Sequence[str], payload: bytes = b"", on_progress: Callable[[str], None] | None = None,
+                 environment: Mapping[str, str] | None = None) -> None:
         self.name = name
         self._on_progress = on_progress
-        status_read, status_write = os.pipe()
-        environment = {**os.environ, STATUS_FD_VARIABLE: str(status_write)}
-        self.process = subprocess.Popen(list(argv), stdin=subprocess.PIPE, pass_fds=(status_write,), env=environment)
-        os.close(status_write)
-        self._status_fd = status_read
+        self.process, self._status_fd = _spawn(argv, environment or {})
         self._payload = payload
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[dict[str, object]] = loop.create_future()
@@ -104,7 +106,7 @@ class Child:
     @classmethod
     def module(cls, name: str, module: str, payload: bytes = b"", on_progress: Callable[[str], None] | None = None) -> "Child":
         """Start `python -m module`, whose body is run_child()."""
-        return cls(name, [sys.executable, "-m", module], payload, on_progress)
+        return cls(name, python_argv(module), payload, on_progress)
 
     async def wait_ready(self) -> dict[str, object]:
         """The facts it reported. Raises StartupError with its sentence, or ChildDied."""
@@ -125,35 +127,66 @@ class Child:
             await self.wait_death()
 
     async def _read_status(self) -> None:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=1 << 22)
+        reader = asyncio.StreamReader(limit=MAX_REPORT_BYTES)
         pipe = os.fdopen(self._status_fd, "rb", buffering=0)
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        await asyncio.to_thread(self._send_payload)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         failure: Exception | None = None
-        async for line in reader:
-            report = json.loads(line)
-            if "progress" in report and self._on_progress is not None:
-                self._on_progress(report["progress"])
-            if "ready" in report and not self._ready.done():
-                self._ready.set_result(report["ready"])
-            if "failed" in report:
-                sentence = report["failed"] if report["startup"] else f"{self.name} failed: {report['failed']}"
-                failure = StartupError(sentence) if report["startup"] else ChildDied(sentence)
-        transport.close()
-        status = await asyncio.to_thread(self.process.wait)
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        if not self._ready.done():
-            self._ready.set_exception(failure or ChildDied(f"{self.name} (pid {self.process.pid}) ended with status {status} before it was ready"))
-            self._ready.exception()  # retrieved: a parent that never waits for it is not warned at exit
-        self._dead.set_result(status)
+        try:
+            await asyncio.to_thread(self._send_payload)
+            async for line in reader:
+                if line.endswith(b"\n"):  # else it was killed while writing
+                    failure = self._take(json.loads(line)) or failure
+        finally:
+            transport.close()
+            status = await asyncio.to_thread(self.process.wait)
+            assert self.process.stdin is not None
+            with suppress(BrokenPipeError):  # it died with a part of the payload still in the buffer, which close() writes
+                self.process.stdin.close()
+            if not self._ready.done():
+                self._ready.set_exception(failure or ChildDied(f"{self.name} (pid {self.process.pid}) {ending(status)} before it was ready"))
+                self._ready.exception()  # retrieved: a parent that never waits for it is not warned at exit
+            self._dead.set_result(status)
+
+    def _take(self, report: dict[str, Any]) -> Exception | None:
+        """Act on one report; the error in it, if it says that starting failed."""
+        if "progress" in report and self._on_progress is not None:
+            self._on_progress(report["progress"])
+        if "ready" in report and not self._ready.done():
+            self._ready.set_result(report["ready"])
+        if "failed" not in report:
+            return None
+        return StartupError(report["failed"]) if report["startup"] else ChildDied(f"{self.name} failed: {report['failed']}")
 
     def _send_payload(self) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it died already: the status pipe says so
             self.process.stdin.write(len(self._payload).to_bytes(LENGTH_BYTES, "big") + self._payload)
             self.process.stdin.flush()
+
+
+def python_argv(module: str, *arguments: str) -> list[str]:
+    """Command that runs `module` as a program. -P: a folder called `router` or `common` where the user stands is not imported."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def ending(status: int) -> str:
+    """An exit status in words, to follow a process's name."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _spawn(argv: Sequence[str], environment: Mapping[str, str]) -> tuple["subprocess.Popen[bytes]", int]:
+    """The started process, and the read end of its status pipe."""
+    status_read, status_write = os.pipe()
+    variables = {**os.environ, **environment, STATUS_FD_VARIABLE: str(status_write)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(list(argv), stdin=subprocess.PIPE, pass_fds=(status_write,), env=variables), status_read
+    except OSError:
+        os.close(status_read)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(status_write)
 
 
 def _read_exactly(read: Callable[[int], bytes | None], num_bytes: int) -> bytes:
