@@ -7,8 +7,11 @@ tries doubles up to RESTART_MAX_S. Stopping goes the way a request goes: the rou
 
 import asyncio
 import http.client
+import json
+import shlex
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +27,7 @@ RESTART_FIRST_S = 0.2  # a killed process comes back at once for a person; a cra
 RESTART_MAX_S = 10.0
 ROUTER_STOP_S = 1.0  # beyond --shutdown-timeout, then it is killed
 NODES_STOP_S = 4.0  # likewise, for the whole cluster: with the default timeout everything is gone in 9 s
+HURRY_S = 1.0  # from the second signal to SIGKILL
 READY_PROBE_S = 0.05
 READY_TIMEOUT_S = 30.0  # nodes are ready by then; the router needs one probe of each
 ANY_ADDRESS = ("0.0.0.0", "::", "")
@@ -56,6 +60,7 @@ class Cluster:
     router: RouterConfig  # prefill and decode are ignored
     run_dir: Path  # of the caller, who removes it: run directories of killed nodes stay in it
     say: Callable[[str], None]
+    program: Sequence[str] = tuple(python_argv("pdserve"))  # takes a sub-command and its flags
     members: list[Member] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,9 +112,8 @@ class Cluster:
 
     async def _start(self, member: Member) -> dict[str, int]:
         """The ports it reports once it is ready."""
-        environment = {"TMPDIR": str(self.run_dir)}
-        member.child = Child(member.name, python_argv("pdserve", *member.argv), on_progress=lambda text: self.say(f"{member.name}: {text}"),
-                             environment=environment)
+        command, environment = [*self.program, *member.argv], {"TMPDIR": str(self.run_dir)}
+        member.child = Child(member.name, command, on_progress=lambda text: self.say(f"{member.name}: {text}"), environment=environment)
         facts = await member.child.wait_ready()
         return {name: value for name, value in facts.items() if isinstance(value, int)}
 
@@ -133,7 +137,7 @@ class Cluster:
                 self.say(f"{member.name} did not start: {error}")
 
     async def _wait_serving(self, port: int) -> None:
-        host = "127.0.0.1" if self.router.host in ANY_ADDRESS else self.router.host
+        host = self._client_host()
         for _ in range(int(READY_TIMEOUT_S / READY_PROBE_S)):
             if await asyncio.to_thread(_is_ready, host, port):
                 return
@@ -141,12 +145,15 @@ class Cluster:
         raise ChildDied(f"the router does not become ready: http://{host}:{port}/ready did not answer 200 within {READY_TIMEOUT_S:g} s")
 
     def _say_ready(self, port: int, took_s: float) -> None:
-        url = f"http://{'127.0.0.1' if self.router.host in ANY_ADDRESS else self.router.host}:{port}"
-        model = self.node.served_model_name or self.node.model
+        host = self._client_host()
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        body = {"model": self.node.served_model_name or self.node.model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
         self.say(f"started in {took_s:.1f} s; stop with Ctrl-C; try:")
-        self.say(f"""  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'""")
+        self.say(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}")
         self.say(f"ready: {url}")
+
+    def _client_host(self) -> str:
+        return "127.0.0.1" if self.router.host in ANY_ADDRESS else self.router.host
 
     def _on_signal(self) -> None:
         if self.stopping.is_set():
@@ -168,11 +175,13 @@ class Cluster:
         hurried = asyncio.ensure_future(self.hurry.wait())
         stops = asyncio.gather(*(child.stop(timeout_s) for child in children))
         await asyncio.wait((stops, hurried), return_when=asyncio.FIRST_COMPLETED)
-        if not stops.done():
-            for child in children:
-                with suppress(ProcessLookupError):
-                    child.process.kill()
         hurried.cancel()
+        for send, wait_s in ((subprocess.Popen.terminate, HURRY_S), (subprocess.Popen.kill, None)):  # a second SIGTERM tells a child to hurry
+            if not stops.done():
+                for child in children:
+                    with suppress(ProcessLookupError):
+                        send(child.process)
+                await asyncio.wait((stops,), timeout=wait_s)
         await stops
 
 

@@ -32,4 +32,4 @@ if ! usable "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/nu
     make_venv "$(find_python)"
 fi
 echo "installing $requirement into $venv ($("$venv/bin/python" --version)); the first time takes minutes"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable "$requirement"
+"$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable "$requirement"
