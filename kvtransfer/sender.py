@@ -233,6 +233,7 @@ class Sender:
                 self._on_cancel(peer, message, now_s)
 
     def poll_backend(self, now_s: float) -> None:
+        self._take_news(now_s)  # a lost peer is the cause, its tickets' errors the echo
         for completion in self._backend.poll():
             room, num_pages = self._tickets.pop(completion.ticket)
             room.num_outstanding -= 1
@@ -247,10 +248,7 @@ class Sender:
         for room_id in self._timers.expired(now_s):
             self._on_timer(self._rooms[room_id], now_s)
         self.links.tick(now_s)
-        while self.links.news:
-            news = self.links.news.pop(0)
-            if isinstance(news, PeerLost):
-                self._on_peer_lost(news, now_s)
+        self._take_news(now_s)
 
     def next_due_s(self) -> float:
         return min(self._timers.next_due_s(), self.links.next_due_s())
@@ -309,6 +307,12 @@ class Sender:
         else:
             unknown = Failure(503, "the prefill node holds no such offer", code="unknown_offer", stage="transfer")
             self._answer((peer, message.attempt), message.room, "REFUSED", unknown)
+
+    def _take_news(self, now_s: float) -> None:
+        while self.links.news:
+            news = self.links.news.pop(0)
+            if isinstance(news, PeerLost):
+                self._on_peer_lost(news, now_s)
 
     def _on_peer_lost(self, lost: PeerLost, now_s: float) -> None:
         for room in [room for room in self._rooms.values() if room.offer is not None and room.offer.id[0] == lost.peer]:

@@ -1,0 +1,175 @@
+"""Messages survive the wire, what is no message changes nothing, and nodes that differ say in what."""
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transfer_sim import COMPAT, pages, settings
+
+from common.errors import Failure
+from kvtransfer.backend import PeerId
+from kvtransfer.protocol import (
+    VERSION,
+    Cancel,
+    Closed,
+    Compat,
+    FirstToken,
+    Heartbeat,
+    Hello,
+    HelloBody,
+    Offer,
+    Undecodable,
+    decode_to_decode,
+    decode_to_prefill,
+    encode,
+    hello,
+    hello_ack,
+    hello_refusal,
+    num_pages_of,
+    pack_pages,
+    read_hello,
+    unpack_pages,
+)
+
+BODY = HelloBody(COMPAT, b"where I am", 0.5, ["p1"])
+HEAD: dict[str, Any] = {"room": 2**63 - 1, "attempt": 7, "sender": "a", "receiver": "b"}
+OFFER = Offer(**HEAD, num_prompt_tokens=9, prompt_digest=b"digest", decode_prefix_pages=1, dst_pages=pack_pages(pages(3, 4)), deadline_unix_s=1.5e9)
+TO_PREFILL = [hello(PeerId("d1"), BODY), OFFER, Cancel(**HEAD, failure=Failure(499, "gone")), Heartbeat("a", "b")]
+TO_DECODE = [
+    hello_ack(PeerId("p1"), BODY),
+    hello_refusal(PeerId("p1"), "no"),
+    FirstToken(**HEAD, token_id=5, num_cached_tokens=4),
+    Closed(**HEAD, status="DELIVERED"),
+    Closed(**HEAD, status="ABORTED", failure=Failure(503, "lost", code="peer_lost", stage="transfer", retry_after_s=1.0)),
+    Heartbeat("a", "b"),
+]
+
+
+@pytest.mark.parametrize("message", TO_PREFILL, ids=lambda message: type(message).__name__)
+def test_messages_to_prefill_survive_the_wire(message: Any) -> None:
+    assert decode_to_prefill(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", TO_DECODE, ids=lambda message: type(message).__name__)
+def test_messages_to_decode_survive_the_wire(message: Any) -> None:
+    assert decode_to_decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", [message for message in TO_DECODE if not isinstance(message, Heartbeat)])
+def test_a_message_to_the_other_side_is_none(message: Any) -> None:
+    with pytest.raises(Undecodable):
+        decode_to_prefill(encode(message))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_undecodable_and_nothing_else(frame: bytes) -> None:
+    for decode in (decode_to_prefill, decode_to_decode):
+        try:
+            decode(frame)
+        except Undecodable:
+            continue
+        raise AssertionError(f"{frame!r} was decoded")
+
+
+@given(st.data())
+def test_damaged_messages_are_undecodable_or_messages(data: st.DataObject) -> None:
+    frame = bytearray(encode(data.draw(st.sampled_from(TO_PREFILL))))
+    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        message = decode_to_prefill(bytes(frame))
+    except Undecodable:
+        return
+    assert isinstance(message, Hello | Offer | Cancel | Heartbeat)
+
+
+def test_deep_nesting_is_undecodable() -> None:
+    with pytest.raises(Undecodable):
+        decode_to_prefill(b"\x91" * 100_000)
+
+
+BAD_VALUES: list[dict[str, Any]] = [
+    {"room": -1},
+    {"room": 2**63},
+    {"attempt": -1},
+    {"sender": ""},
+    {"receiver": "x" * 65},
+    {"num_prompt_tokens": 0},
+    {"decode_prefix_pages": -1},
+    {"prompt_digest": b"x" * 65},
+    {"deadline_unix_s": math.nan},
+    {"deadline_unix_s": math.inf},
+    {"deadline_unix_s": -1.0},
+    {"deadline_unix_s": "soon"},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES, ids=str)
+def test_values_out_of_bounds_are_refused_at_the_wire(bad: dict[str, Any]) -> None:
+    fields = msgspec.to_builtins(OFFER, builtin_types=(bytes,))
+    assert decode_to_prefill(msgspec.msgpack.encode(fields)) == OFFER
+    with pytest.raises(Undecodable):
+        decode_to_prefill(msgspec.msgpack.encode({**fields, **bad}))
+
+
+DIFFERENT: dict[str, Any] = {
+    "model": "model-b",
+    "dtype": "bfloat16",
+    "page_size": 32,
+    "num_layers": 3,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "page_nbytes": 128,
+    "context_length": 256,
+    "backend": "nixl",
+}
+
+
+def test_equal_nodes_fit() -> None:
+    assert read_hello(hello(PeerId("d1"), BODY), COMPAT) == BODY
+
+
+@pytest.mark.parametrize("field", Compat.__struct_fields__)
+def test_a_difference_is_named_with_both_values(field: str) -> None:
+    theirs = settings(**{field: DIFFERENT[field]}).compat
+    reason = read_hello(hello(PeerId("d1"), HelloBody(theirs, b"", 0.5)), COMPAT)
+    assert reason == f"{field.replace('_', ' ')}: {getattr(COMPAT, field)} here, {DIFFERENT[field]} at the peer"
+
+
+def test_all_differences_are_named() -> None:
+    reason = read_hello(hello(PeerId("d1"), HelloBody(settings(page_size=32, dtype="bfloat16").compat, b"", 0.5)), COMPAT)
+    assert reason == "dtype: float32 here, bfloat16 at the peer; page size: 4 here, 32 at the peer"
+
+
+def test_another_version_is_refused_whatever_its_body() -> None:
+    reason = read_hello(Hello(VERSION + 1, "d1", b"another world"), COMPAT)
+    assert reason == f"transfer protocol version: {VERSION} here, {VERSION + 1} at the peer"
+
+
+def test_a_body_that_cannot_be_read_is_refused() -> None:
+    assert "cannot be read" in str(read_hello(Hello(VERSION, "d1", b"\x80"), COMPAT))
+
+
+def test_a_peer_cannot_ask_for_a_flood_of_heartbeats() -> None:
+    assert "cannot be read" in str(read_hello(hello(PeerId("d1"), HelloBody(COMPAT, b"", 1e-9)), COMPAT))
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), unique=True, max_size=50))
+def test_pages_survive_the_wire(ids: list[int]) -> None:
+    unpacked = unpack_pages(pack_pages(pages(*ids)))
+    assert unpacked.dtype == np.int32
+    assert unpacked.tolist() == ids
+
+
+@pytest.mark.parametrize("packed", [b"\0\0\0", pack_pages(pages(1, 2, 1)), pack_pages(pages(-1))], ids=["length", "twice", "negative"])
+def test_page_lists_that_do_not_hold_together_are_refused(packed: bytes) -> None:
+    with pytest.raises(ValueError, match="page"):
+        unpack_pages(packed)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_pages_of_a_prompt(num_tokens: int, expected: int) -> None:
+    assert num_pages_of(num_tokens, 4) == expected

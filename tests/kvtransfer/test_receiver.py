@@ -1,0 +1,377 @@
+"""D's rooms: the test plays the scheduler and the prefill nodes."""
+
+from typing import Any
+
+import pytest
+from transfer_sim import UNIX_OFFSET_S, EventLog, RecordingDialWire, frame, pages, registered_backend, settings
+
+from common.errors import Failure
+from kvtransfer.backend import PeerId
+from kvtransfer.events import Delivered, FirstToken, PagesReturned, RoomFailed
+from kvtransfer.link import Address
+from kvtransfer.memory import MemoryFabric
+from kvtransfer.protocol import Cancel, Closed, Heartbeat, HelloBody, Offer, hello_ack, hello_refusal, pack_pages
+from kvtransfer.protocol import FirstToken as FirstTokenMessage
+from kvtransfer.receiver import Receiver
+
+P, D = PeerId("p-process"), PeerId("d-process")
+HOME, OTHER = Address("p.example", 8998), Address("q.example", 8998)
+GONE = Failure(499, "the client is gone", code="cancelled", stage="decode")
+NO_MEMORY = Failure(503, "out of pages", code="overloaded", stage="prefill")
+
+
+class Node:
+    def __init__(self, fence_delay_s: float = 0.0, **changes: Any) -> None:
+        self.now_s = 100.0
+        self.fabric = MemoryFabric(fence_delay_s=fence_delay_s)
+        self.wire = RecordingDialWire()
+        self.backend, _ = registered_backend(self.fabric)
+        self.receiver = Receiver(settings(**changes), D, self.wire, self.backend)
+        self.log = EventLog()
+        self.peer_backend, _ = registered_backend(self.fabric)
+        self.peer_backend.connect(D, self.backend.describe())
+
+    def step(self, seconds: float = 0.0) -> None:
+        self.now_s += seconds
+        for _ in range(2):  # a fence of no length is over in the next step
+            self.receiver.poll_backend(self.now_s)
+            self.receiver.tick(self.now_s)
+            for event in self.receiver.events:
+                self.log.add(event)
+            self.receiver.events.clear()
+
+    def live(self, seconds: float) -> None:
+        """Time passes, and P goes on sending heartbeats."""
+        for _ in range(round(seconds)):
+            self.receive(Heartbeat(P, D))
+            self.step(1.0)
+
+    def offer(self, room: int = 1, address: Address = HOME, timeout_s: float = 60.0) -> None:
+        self.log.open(room)
+        deadline_s = self.now_s + timeout_s
+        self.receiver.offer(room, address, 9, b"digest", 1, pages(21, 22), deadline_s, deadline_s + UNIX_OFFSET_S, self.now_s)
+        self.step()
+
+    def abort(self, room: int = 1) -> None:
+        self.log.aborted.add(room)
+        self.receiver.abort(room, GONE, self.now_s)
+        self.step()
+
+    # ---- the prefill node
+
+    def receive(self, message: Any, link: int = 1) -> None:
+        self.receiver.on_frame(link, frame(message), self.now_s)
+        self.step()
+
+    def acknowledge(self, link: int = 1, peer: PeerId = P) -> None:
+        self.receive(hello_ack(peer, HelloBody(settings().compat, self.peer_backend.describe(), 0.5)), link)
+
+    def disconnect(self, link: int = 1) -> None:
+        self.receiver.on_disconnected(link, "its connection ended", self.now_s)
+        self.step()
+
+    def token(self, attempt: int = 1, room: int = 1, sender: str = P) -> None:
+        self.receive(FirstTokenMessage(room=room, attempt=attempt, sender=sender, receiver=D, token_id=42, num_cached_tokens=4))
+
+    def closed(self, status: Any, failure: Failure | None = None, attempt: int = 1, room: int = 1) -> None:
+        self.receive(Closed(room=room, attempt=attempt, sender=P, receiver=D, status=status, failure=failure))
+
+    # ---- what came of it
+
+    def events(self, room: int = 1) -> list[Any]:
+        return self.log.by_room[room]
+
+    def sent(self, link: int = 1) -> list[Offer | Cancel]:
+        return [message for message in self.wire.take(link) if isinstance(message, Offer | Cancel)]
+
+    def rooms(self) -> dict[str, float]:
+        prefix = "transfer_rooms_"
+        return {name.removeprefix(prefix): count for name, count in self.receiver.stats().items() if name.startswith(prefix) and count}
+
+    def reach(self, state: str) -> None:
+        self.offer()
+        if state != "pending":
+            self.acknowledge()
+            self.sent()
+        if state == "quarantine":
+            self.abort()
+            self.sent()
+        assert self.rooms() == {state: 1}
+
+
+def test_an_offer_waits_for_the_link_and_leaves_with_it() -> None:
+    node = Node()
+    node.offer()
+    assert node.rooms() == {"pending": 1}
+    assert node.sent() == []
+    node.acknowledge()
+    assert node.rooms() == {"offered": 1}
+    assert node.sent() == [
+        Offer(
+            room=1, attempt=1, sender=D, receiver=P, num_prompt_tokens=9, prompt_digest=b"digest", decode_prefix_pages=1,
+            dst_pages=pack_pages(pages(21, 22)), deadline_unix_s=160.0 + UNIX_OFFSET_S,
+        )
+    ]  # fmt: skip
+
+
+def test_the_second_offer_leaves_at_once_and_has_a_number_of_its_own() -> None:
+    node = Node()
+    node.reach("offered")
+    node.offer(room=2)
+    [offer] = node.sent()
+    assert (offer.room, offer.attempt) == (2, 2)
+    assert node.wire.opened == [HOME]
+
+
+def test_token_and_pages_delivered() -> None:
+    node = Node()
+    node.reach("offered")
+    node.token()
+    assert node.events() == [FirstToken(1, 42, 4)]
+    node.closed("DELIVERED")
+    assert node.events() == [FirstToken(1, 42, 4), Delivered(1)]
+    assert node.rooms() == {}
+    assert {name: count for name, count in node.receiver.stats().items() if name.endswith("_total")} == {
+        "transfer_offers_total": 1,
+        "transfer_delivered_total": 1,
+        "transfer_failed_total": 0,
+    }
+
+
+def test_a_token_that_comes_twice_is_told_once() -> None:
+    node = Node()
+    node.reach("offered")
+    node.token()
+    node.token()
+    assert node.events() == [FirstToken(1, 42, 4)]
+
+
+def test_delivered_without_token_1_is_a_failure_with_pages_returned() -> None:
+    node = Node()
+    node.reach("offered")
+    node.closed("DELIVERED")
+    [failed, returned] = node.events()
+    assert (failed.failure.status, failed.failure.code, returned) == (503, "protocol_error", PagesReturned(1))
+
+
+@pytest.mark.parametrize("status", ["FAILED", "ABORTED", "REFUSED"])
+@pytest.mark.parametrize("failure", [NO_MEMORY, None], ids=["with", "without"])
+def test_a_failure_of_p_reaches_the_scheduler_as_it_is(status: str, failure: Failure | None) -> None:
+    node = Node()
+    node.reach("offered")
+    node.token()
+    node.closed(status, failure)
+    [_, failed, returned] = node.events()
+    assert failed.failure == failure if failure else failed.failure.status == 503
+    assert returned == PagesReturned(1)
+    assert node.rooms() == {}
+
+
+# ---- giving up -----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_that_has_not_left_is_given_up_at_once() -> None:
+    node = Node()
+    node.reach("pending")
+    node.abort()
+    assert node.events() == [PagesReturned(1)]
+    node.acknowledge()
+    assert node.sent() == []
+
+
+@pytest.mark.parametrize("status", ["DELIVERED", "FAILED", "ABORTED", "REFUSED"])
+def test_abort_keeps_pages_until_p_closes(status: str) -> None:
+    node = Node()
+    node.reach("offered")
+    node.abort()
+    assert node.sent() == [Cancel(room=1, attempt=1, sender=D, receiver=P, failure=GONE)]
+    assert node.rooms() == {"quarantine": 1}
+    assert node.events() == []
+    node.token()
+    assert node.events() == []
+    node.closed(status, None if status == "DELIVERED" else NO_MEMORY)
+    assert node.events() == [PagesReturned(1)]
+    assert node.rooms() == {}
+
+
+@pytest.mark.parametrize("state", ["pending", "offered"])
+def test_the_deadline_answers_the_client_and_keeps_offered_pages(state: str) -> None:
+    node = Node(peer_timeout_s=1000.0)
+    node.reach(state)
+    node.step(59.9)
+    assert node.events() == []
+    node.step(0.2)
+    failed = node.events()[0]
+    assert isinstance(failed, RoomFailed)
+    assert (failed.failure.status, failed.failure.code) == (504, "deadline_exceeded")
+    if state == "pending":
+        assert node.events()[1:] == [PagesReturned(1)]
+        return
+    assert node.events()[1:] == []
+    [cancel] = node.sent()
+    assert isinstance(cancel, Cancel)
+    node.closed("ABORTED", cancel.failure)
+    assert node.events()[1:] == [PagesReturned(1)]
+
+
+@pytest.mark.parametrize("again", ["abort", "deadline", "fail"])
+def test_a_room_is_given_up_once(again: str) -> None:
+    node = Node(peer_timeout_s=1000.0)
+    node.reach("quarantine")
+    if again == "abort":
+        node.abort()
+    elif again == "fail":
+        node.receiver.fail(1, NO_MEMORY, node.now_s)
+    else:
+        node.step(61.0)
+    node.step()
+    assert node.sent() == []
+    assert node.events() == []
+    assert node.rooms() == {"quarantine": 1}
+
+
+def test_a_cancel_that_is_never_answered_costs_p_the_link_and_then_the_fence_ends_it() -> None:
+    node = Node(fence_delay_s=2.0, peer_timeout_s=3.0)
+    node.reach("quarantine")
+    node.live(29)
+    assert node.rooms() == {"quarantine": 1}
+    node.live(2)
+    assert 1 in node.wire.closed
+    assert node.events() == []
+    node.step(2.0)
+    assert node.events() == [PagesReturned(1)]
+
+
+# ---- a lost peer -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_first", [False, True])
+def test_a_lost_peer_is_answered_at_once_and_its_pages_wait_for_the_fence(token_first: bool) -> None:
+    node = Node(fence_delay_s=2.0)
+    node.reach("offered")
+    if token_first:
+        node.token()
+    node.disconnect()
+    failed = node.events()[-1]
+    assert isinstance(failed, RoomFailed)
+    assert (failed.failure.status, failed.failure.code, failed.failure.stage) == (503, "peer_lost", "transfer")
+    assert not node.backend.lets_in(node.peer_backend)
+    assert node.rooms() == {"quarantine": 1}
+    node.step(1.9)
+    assert node.events()[-1] == failed
+    node.step(0.2)
+    assert node.events()[-1] == PagesReturned(1)
+    assert node.rooms() == {}
+
+
+def test_a_lost_peer_ends_a_quarantine_by_the_fence() -> None:
+    node = Node(fence_delay_s=2.0)
+    node.reach("quarantine")
+    node.disconnect()
+    assert node.events() == []
+    node.step(2.0)
+    assert node.events() == [PagesReturned(1)]
+
+
+def test_a_lost_peer_touches_no_other_rooms() -> None:
+    node = Node()
+    node.reach("offered")
+    node.offer(room=2, address=OTHER)
+    node.acknowledge(2, PeerId("q-process"))
+    node.disconnect(1)
+    assert node.log.is_over(1)
+    assert node.events(2) == []
+    assert node.rooms() == {"offered": 1}
+
+
+def test_no_abort_or_deadline_changes_a_fence_that_runs() -> None:
+    node = Node(fence_delay_s=100.0)
+    node.reach("offered")
+    node.disconnect()
+    node.abort()
+    node.step(99.0)
+    assert node.rooms() == {"quarantine": 1}
+    node.step(1.0)
+    assert [type(event) for event in node.events()] == [RoomFailed, PagesReturned]
+
+
+def test_what_p_says_by_a_new_link_does_not_end_the_fence_of_the_old_one() -> None:
+    node = Node(fence_delay_s=2.0)
+    node.reach("offered")
+    node.disconnect()
+    node.offer(room=2)
+    node.acknowledge(2)
+    node.receive(Closed(room=1, attempt=1, sender=P, receiver=D, status="REFUSED"), link=2)
+    assert node.rooms() == {"quarantine": 1, "offered": 1}
+
+
+@pytest.mark.parametrize("how", ["refused connection", "refused hello"])
+def test_parked_offers_fail_with_the_link_and_return_their_pages(how: str) -> None:
+    node = Node()
+    for room in (1, 2):
+        node.offer(room=room)
+    node.offer(room=3, address=OTHER)
+    if how == "refused connection":
+        node.disconnect()
+    else:
+        node.receive(hello_refusal(P, "page size: 16 here, 4 at the peer"))
+    for room in (1, 2):
+        [failed, returned] = node.events(room)
+        assert failed.failure.status == 503
+        assert failed.failure.code == ("peer_unreachable" if how == "refused connection" else "incompatible_peer")
+        assert returned == PagesReturned(room)
+    assert node.rooms() == {"pending": 1}
+
+
+def test_an_offer_to_a_refused_node_fails_at_once() -> None:
+    node = Node()
+    node.reach("pending")
+    node.receive(hello_refusal(P, "page size: 16 here, 4 at the peer"))
+    node.offer(room=2)
+    [failed, returned] = node.events(2)
+    assert (failed.failure.code, returned) == ("incompatible_peer", PagesReturned(2))
+
+
+# ---- stale and forged ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [{"attempt": 2}, {"room": 2}], ids=str)
+def test_messages_about_another_offer_are_passed_over(wrong: dict[str, int]) -> None:
+    node = Node()
+    node.reach("offered")
+    node.token(**wrong)
+    node.closed("DELIVERED", **wrong)
+    node.closed("FAILED", NO_MEMORY, **wrong)
+    assert node.events() == []
+    assert node.rooms() == {"offered": 1}
+
+
+def test_another_prefill_node_cannot_close_the_room() -> None:
+    node = Node()
+    node.reach("offered")
+    node.offer(room=2, address=OTHER)
+    node.acknowledge(2, PeerId("q-process"))
+    node.receive(Closed(room=1, attempt=1, sender="q-process", receiver=D, status="FAILED", failure=NO_MEMORY), link=2)
+    assert node.events() == []
+
+
+def test_messages_after_the_end_are_passed_over_and_the_room_can_be_used_again() -> None:
+    node = Node()
+    node.reach("offered")
+    node.closed("FAILED", NO_MEMORY)
+    node.closed("FAILED", NO_MEMORY)
+    node.log.by_room.clear()
+    node.offer()
+    node.closed("FAILED", NO_MEMORY)  # of the first offer
+    assert node.rooms() == {"offered": 1}
+
+
+def test_close_gives_every_room_up_and_tells_p() -> None:
+    node = Node()
+    node.reach("offered")
+    node.offer(room=2, address=OTHER)
+    node.receiver.close(NO_MEMORY, node.now_s)
+    node.step()
+    assert [type(message) for message in node.sent()] == [Cancel]
+    assert node.events(1) == [RoomFailed(1, NO_MEMORY)]
+    assert node.events(2) == [RoomFailed(2, NO_MEMORY), PagesReturned(2)]

@@ -1,0 +1,315 @@
+"""Prefill and decode nodes without sockets, threads or time: the sans-IO sessions over the memory backend and a simulated network.
+
+SimNetwork keeps frames of each connection in order, and lets a test deliver, drop or repeat them one by one, end processes, and move
+the clock. What sessions tell their schedulers is kept per process and checked against the contract of events as it comes.
+Recording wires are for tests of one side alone: the test plays the peer.
+"""
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvtransfer.backend import PageIds, PeerId, Region
+from kvtransfer.events import Delivered, Event, FirstToken, OfferJoined, PagesReturned, RoomFailed
+from kvtransfer.link import Address
+from kvtransfer.memory import MemoryBackend, MemoryFabric
+from kvtransfer.protocol import Compat, Message, decode_to_decode, decode_to_prefill, encode
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from kvtransfer.settings import TransferSettings
+
+PAGE_SIZE, PAGE_NBYTES, NUM_PAGES = 4, 16, 64
+UNIX_OFFSET_S = 1e9  # simulated unix time runs so far ahead of the simulated monotonic clock
+COMPAT = Compat("model-a", "float32", PAGE_SIZE, 2, 1, 8, PAGE_NBYTES, 128, "memory")
+SETTINGS = TransferSettings(compat=COMPAT, max_rooms=64)
+
+_incarnations = itertools.count()
+
+
+def settings(**changes: Any) -> TransferSettings:
+    """SETTINGS with changes; names of Compat's fields change the compat."""
+    compat = {name: changes.pop(name) for name in list(changes) if name in Compat.__struct_fields__}
+    return replace(SETTINGS, compat=msgspec.structs.replace(COMPAT, **compat), **changes)
+
+
+def pages(*ids: int) -> PageIds:
+    return np.array(ids, dtype=np.int32)
+
+
+def registered_backend(fabric: MemoryFabric, page_nbytes: int = PAGE_NBYTES) -> tuple[MemoryBackend, np.ndarray]:
+    """With its pool: uint8[NUM_PAGES, page_nbytes]."""
+    pool = np.zeros((NUM_PAGES, page_nbytes), np.uint8)
+    backend = fabric.backend()
+    backend.register(Region(pool.ctypes.data, NUM_PAGES, page_nbytes, "cpu", pool))
+    return backend, pool
+
+
+# ---- one side alone ----------------------------------------------------------------------------------------------------------
+
+
+class RecordingAcceptWire:
+    """P's wire; frames are decoded into `sent`, per route. Routes in `gone` fail."""
+
+    def __init__(self) -> None:
+        self.sent: dict[bytes, list[Any]] = {}
+        self.gone: set[bytes] = set()
+
+    def send(self, route: bytes, frame: bytes) -> bool:
+        if route in self.gone:
+            return False
+        self.sent.setdefault(route, []).append(decode_to_decode(frame))
+        return True
+
+    def take(self, route: bytes) -> list[Any]:
+        return self.sent.pop(route, [])
+
+
+class RecordingDialWire:
+    """D's wire; frames are decoded into `sent`, per link."""
+
+    def __init__(self) -> None:
+        self.opened: list[Address] = []  # link i + 1 leads to opened[i]
+        self.sent: dict[int, list[Any]] = {}
+        self.gone: set[int] = set()
+        self.closed: set[int] = set()
+
+    def open(self, address: Address) -> int:
+        if not address.host:
+            raise ValueError("not an address: it is empty")
+        self.opened.append(address)
+        return len(self.opened)
+
+    def send(self, link: int, frame: bytes) -> bool:
+        if link in self.gone | self.closed:
+            return False
+        self.sent.setdefault(link, []).append(decode_to_prefill(frame))
+        return True
+
+    def close(self, link: int) -> None:
+        self.closed.add(link)
+
+    def take(self, link: int) -> list[Any]:
+        return self.sent.pop(link, [])
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------------------
+
+
+class EventLog:
+    """A scheduler's events, by room; a room's order is checked as it grows."""
+
+    def __init__(self) -> None:
+        self.by_room: dict[int, list[Event]] = {}
+        self.aborted: set[int] = set()
+        self._next: dict[int, int] = {}
+
+    def open(self, room: int) -> None:
+        assert room not in self.by_room
+        self.by_room[room] = []
+
+    def add(self, event: Event) -> None:
+        events = self.by_room[event.room]
+        assert not events or not isinstance(events[-1], Delivered | PagesReturned), f"{event} after {events}"
+        failed = any(isinstance(earlier, RoomFailed) for earlier in events)
+        match event:
+            case RoomFailed():
+                assert not failed, f"{event} after {events}"
+            case PagesReturned():
+                assert failed or event.room in self.aborted, f"{event} out of nothing, after {events}"
+            case Delivered() | OfferJoined() | FirstToken():
+                assert not failed, f"{event} after {events}"
+        events.append(event)
+
+    def is_over(self, room: int) -> bool:
+        events = self.by_room[room]
+        return bool(events) and isinstance(events[-1], Delivered | PagesReturned)
+
+    def open_rooms(self) -> list[int]:
+        return [room for room in self.by_room if not self.is_over(room)]
+
+
+class SimProcess:
+    def __init__(self, network: "SimNetwork", name: str) -> None:
+        self.network = network
+        self.incarnation = PeerId(f"{name}-{next(_incarnations)}")
+        self.backend, self.pool = registered_backend(network.fabric)
+        self.log = EventLog()
+        self.alive = True
+
+    def settle(self, session: Sender | Receiver) -> None:
+        session.poll_backend(self.network.now_s)
+        session.tick(self.network.now_s)
+        for event in session.events:
+            self.log.add(event)
+            self.on_event(event)
+        session.events.clear()
+
+    def on_event(self, event: Event) -> None:
+        """For tests that keep books of pages."""
+
+
+class SimPrefill(SimProcess):
+    def __init__(self, network: "SimNetwork", address: Address, fixed: TransferSettings = SETTINGS) -> None:
+        super().__init__(network, "p")
+        self.address = address
+        self.session = Sender(fixed, self.incarnation, self, self.backend, lambda unix_s: unix_s - UNIX_OFFSET_S)
+
+    def send(self, route: bytes, frame: bytes) -> bool:
+        connection = self.network.connections.get(int(route))
+        if connection is None or connection.prefill is not self or connection.over_for_prefill:
+            return False
+        connection.to_decode.append(frame)
+        return True
+
+    def step(self) -> None:
+        self.settle(self.session)
+
+
+class SimDecode(SimProcess):
+    def __init__(self, network: "SimNetwork", fixed: TransferSettings = SETTINGS) -> None:
+        super().__init__(network, "d")
+        self.session = Receiver(fixed, self.incarnation, self, self.backend)
+
+    def open(self, address: Address) -> int:
+        return self.network.connect(self, address)
+
+    def send(self, link: int, frame: bytes) -> bool:
+        connection = self.network.connections.get(link)
+        if connection is None or not connection.decode_open:
+            return False
+        connection.to_prefill.append(frame)
+        return True
+
+    def close(self, link: int) -> None:
+        self.network.connections[link].decode_open = False
+
+    def step(self) -> None:
+        self.settle(self.session)
+
+
+# ---- the network -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Connection:
+    """`prefill` None: nobody listened there."""
+
+    decode: SimDecode
+    prefill: SimPrefill | None
+    decode_open: bool = True
+    told_decode: bool = False
+    to_prefill: deque[bytes] = field(default_factory=deque)
+    to_decode: deque[bytes] = field(default_factory=deque)
+
+    @property
+    def over_for_prefill(self) -> bool:
+        return not self.decode_open and not self.to_prefill
+
+    @property
+    def over_for_decode(self) -> bool:
+        return (self.prefill is None or not self.prefill.alive) and not self.to_decode
+
+
+class SimNetwork:
+    def __init__(self, fence_delay_s: float = 0.0) -> None:
+        self.now_s = 1000.0
+        self.fabric = MemoryFabric(fence_delay_s=fence_delay_s)
+        self.listening: dict[Address, SimPrefill] = {}
+        self.decodes: list[SimDecode] = []
+        self.connections: dict[int, Connection] = {}  # by link, which is also the route
+        self._next_connection = 1
+
+    @property
+    def unix_s(self) -> float:
+        return self.now_s + UNIX_OFFSET_S
+
+    def processes(self) -> list[SimPrefill | SimDecode]:
+        return [process for process in (*self.listening.values(), *self.decodes) if process.alive]
+
+    def prefill(self, port: int, fixed: TransferSettings = SETTINGS) -> SimPrefill:
+        """A new process behind the port, whoever was there before."""
+        address = Address("p", port)
+        self.listening[address] = SimPrefill(self, address, fixed)
+        return self.listening[address]
+
+    def decode(self, fixed: TransferSettings = SETTINGS) -> SimDecode:
+        self.decodes.append(SimDecode(self, fixed))
+        return self.decodes[-1]
+
+    def connect(self, decode: SimDecode, address: Address) -> int:
+        prefill = self.listening.get(address)
+        number = self._next_connection
+        self._next_connection += 1
+        self.connections[number] = Connection(decode, prefill if prefill is not None and prefill.alive else None)
+        return number
+
+    def kill(self, process: SimPrefill | SimDecode) -> None:
+        process.alive = False
+        self.fabric.kill(process.backend)
+        for connection in self.connections.values():
+            if process is connection.decode:
+                connection.decode_open = False
+
+    # ---- frames, one at a time -------------------------------------------------------------------------------------------
+
+    def queues(self) -> list[tuple[int, bool]]:
+        """(connection, towards P?) wherever a frame waits or an end is to be noticed."""
+        waiting = []
+        for number, connection in self.connections.items():
+            if connection.to_prefill:
+                waiting.append((number, True))
+            if connection.decode_open and (connection.to_decode or (connection.over_for_decode and not connection.told_decode)):
+                waiting.append((number, False))
+        return waiting
+
+    def deliver(self, number: int, towards_prefill: bool) -> None:
+        connection = self.connections[number]
+        if towards_prefill:
+            frame = connection.to_prefill.popleft()
+            if connection.prefill is not None and connection.prefill.alive:
+                connection.prefill.session.on_frame(b"%d" % number, frame, "127.0.0.1", self.now_s)
+                connection.prefill.step()
+        elif connection.to_decode:
+            connection.decode.session.on_frame(number, connection.to_decode.popleft(), self.now_s)
+            connection.decode.step()
+        else:
+            connection.told_decode = True
+            connection.decode.session.on_disconnected(number, "its connection ended", self.now_s)
+            connection.decode.step()
+
+    def drop(self, number: int, towards_prefill: bool) -> None:
+        queue = self._queue(number, towards_prefill)
+        if queue:
+            queue.popleft()
+
+    def repeat(self, number: int, towards_prefill: bool) -> None:
+        """The frame at the head comes once more, behind those that wait."""
+        queue = self._queue(number, towards_prefill)
+        if queue:
+            queue.append(queue[0])
+
+    def pump(self) -> None:
+        """Deliver until nothing waits."""
+        while waiting := self.queues():
+            for number, towards_prefill in waiting:
+                if (number, towards_prefill) in self.queues():
+                    self.deliver(number, towards_prefill)
+
+    def advance(self, seconds: float) -> None:
+        """Writes cut off by a disconnect land now: the fence has not passed yet. Then time moves."""
+        self.fabric.land_late()
+        self.now_s += seconds
+        for process in self.processes():
+            process.step()
+
+    def _queue(self, number: int, towards_prefill: bool) -> deque[bytes]:
+        connection = self.connections[number]
+        return connection.to_prefill if towards_prefill else connection.to_decode
+
+
+def frame(message: Message) -> bytes:
+    return encode(message)
