@@ -21,7 +21,7 @@ from common.layers import cpu_ops
 from common.layers.arrays import EMPTY, Array, as_array
 from common.layers.rope import RopeTable
 
-QUERY_BLOCK = 64  # tokens; 32 to 128 measured alike at 256 to 8192 keys (bench/extend_attention.py), 64 wastes least on the diagonal
+QUERY_BLOCK = 64  # tokens; 128 takes the same time at 256 keys and more at 8192, 32 more at 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class NumbaAttention:
 
     def plan(self, batch: Batch) -> None:
         rows = None if isinstance(batch, DecodeBatch) else extents(batch)
-        self._plan = _Plan(TokenPlaces.of(batch, self._pool.page_size), batch.page_table, batch.context_lens, rows)
+        # copies in one layout and dtype: a kernel is compiled anew, for seconds, for an argument of another kind
+        page_table, context_lens = (np.array(array, np.int32, order="C") for array in (batch.page_table, batch.context_lens))
+        self._plan = _Plan(TokenPlaces.of(batch, self._pool.page_size), page_table, context_lens, rows)
 
     def forward(self, qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         assert self._plan is not None, "forward() before plan()"

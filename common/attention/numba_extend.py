@@ -8,7 +8,8 @@ A chunk attends in blocks of queries, everything in the model's dtype, sums and 
 
 The query heads of one KV head are rows of one GEMM, (token, head of the group) in that order, so K and V are never repeated. In
 bfloat16 this rounds scores, as transformers' eager attention does and its SDPA does not: on the embedded model and 1200 tokens of
-English the mean divergence from float32 logits is 0.00139 instead of 0.00136 nats, and a third of the time (bench/extend_attention.py).
+English the mean divergence from float32 logits is 0.00139 instead of 0.00136 nats. 256 tokens of that model take 1.1 ms a layer here
+and 2.1 in SDPA, 512 tokens at 8192 keys 108 and 151 ms (one AVX-512 bf16 thread).
 Arrays of the model are float32, or uint16 holding bfloat16 bit patterns.
 """
 

@@ -94,7 +94,7 @@ def test_top_k_cuts_ties_in_favour_of_lower_ids() -> None:
 
 @pytest.mark.parametrize(("spread", "top_p"), [(3.0, 0.5), (3.0, 0.9), (0.1, 0.9)])
 def test_top_p_draws_from_the_nucleus(spread: float, top_p: float) -> None:
-    """Spread 0.1 needs most of the vocabulary, far more than the first candidates."""
+    """Spread 0.1 needs most of the vocabulary."""
     logits = rows_of(3, spread=spread)
     allowed = nucleus(probabilities(logits), top_p)
     drawn = set(draws(logits, 400, top_p=top_p).tolist())
