@@ -1,4 +1,7 @@
-"""An HTTP server inside somebody else's event loop: uvicorn on a socket that was bound before, without its signal handlers."""
+"""An HTTP server inside somebody else's event loop: uvicorn on a socket that was bound before, without its signal handlers.
+
+What a client may make it hold is bounded: a request's head here, its body in exchange.py, its answer by its own length limit.
+"""
 
 import asyncio
 import socket
@@ -6,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import StartupError
 from common.server.access import AsgiApp
 
 BACKLOG = 2048
 DATE_PERIOD_S = 1.0
+MAX_HEAD_BYTES = 64 << 10  # request line and headers; the parser itself has no limit
 KEEP_ALIVE_S = 120  # longer than clients' pools keep an idle connection, so that the client closes first and never meets a closing server
 CLOSE_TIMEOUT_S = 1  # for replies under way when the server stops; the node has ended its requests by then
 
@@ -36,7 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
 class HttpServer:
     def __init__(self, app: AsgiApp, listener: socket.socket) -> None:
         self._listener = listener
-        config = uvicorn.Config(app, loop="none", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        config = uvicorn.Config(app, loop="none", http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
                                 backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_TIMEOUT_S)
         self._server = _Server(config)
 
@@ -47,6 +52,28 @@ class HttpServer:
     def stop(self) -> None:
         """Take no new connections; replies under way get CLOSE_TIMEOUT_S."""
         self._server.stop()
+
+
+class _Protocol(HttpToolsProtocol):
+    """Refuses a request whose head does not end."""
+
+    _num_head_bytes = 0
+    _reading_head = False
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._reading_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        self._reading_head, self._num_head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._reading_head = False
+        super().on_headers_complete()
 
 
 class _Server(uvicorn.Server):

@@ -10,13 +10,9 @@ A node may itself be a child (`pdserve up`): it then reports progress and readin
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +29,7 @@ from common.models.config import ModelConfig
 from common.server.app import NodeFacts, build_app
 from common.server.health import NodeHealth, Phase
 from common.server.http_server import HttpServer, bind
+from common.server.run_directory import run_directory
 from common.server.tokenizer import Tokenizer
 from common.server.tokenizer_manager import Limits, TokenizerManager
 
@@ -42,7 +39,6 @@ LAST_OUTPUTS_S = 0.1  # what a scheduler sent before it ended is still on its wa
 FLUSH_S = 0.1  # for the last replies to reach their sockets
 CHILD_STOP_S = 1.5  # from SIGTERM to SIGKILL
 ORPHAN_STOP_S = 0.2  # the same for the children that are left when one has died
-MAX_IPC_PATH_BYTES = 107  # sun_path of a unix socket
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ def run_node(config: NodeConfig, scheduler_module: str, detokenizer_module: str 
     supervised = STATUS_FD_VARIABLE in os.environ
     _, reporter = child_pipes()
     try:
-        with bind(config.host, config.port) as listener, _run_directory() as run_dir:
+        with bind(config.host, config.port) as listener, run_directory() as run_dir:
             configure_logs(config.log_level, f"{config.role}:{listener.getsockname()[1]}")
             node = Node(config, scheduler_module, detokenizer_module, listener, NodeAddresses(run_dir), reporter, supervised)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -60,18 +56,6 @@ def run_node(config: NodeConfig, scheduler_module: str, detokenizer_module: str 
     except StartupError as error:
         reporter.failed(str(error), startup=True)
         raise
-
-
-@contextmanager
-def _run_directory() -> Iterator[Path]:
-    """Mode 0700, gone at the end."""
-    path = Path(tempfile.mkdtemp(prefix="pdserve-"))
-    try:
-        if len(os.fsencode(path / "detokenizer")) > MAX_IPC_PATH_BYTES:
-            raise StartupError(f"{path} is too long a path for sockets ({MAX_IPC_PATH_BYTES} bytes); set TMPDIR to a shorter one, such as /tmp")
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _load_tokenizer(model_dir: Path) -> Tokenizer:

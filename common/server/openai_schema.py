@@ -22,6 +22,7 @@ from common.server.openai_chat import Conversation, parse_messages
 from common.server.openai_refused import refuse_unserved
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 1024  # each prompt's message to the scheduler carries them
 DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's default for /v1/completions
 SEED_BITS = 63  # a seed stays a non-negative int64 on its way to the sampler
 MAX_TOP_K = 1 << 30  # more than any vocabulary, and an int32
@@ -179,6 +180,9 @@ def _sampling(fields: CommonFields) -> SamplingParams:
     top_k = -1 if fields.top_k is None else fields.top_k
     if top_k < -1 or top_k == 0:
         raise invalid(f"`top_k` is {shown(top_k)}; it must be -1 (all tokens) or at least 1", param="top_k")
+    stop_token_ids = tuple(fields.stop_token_ids or ())
+    if len(stop_token_ids) > MAX_STOP_TOKENS:
+        raise invalid(f"`stop_token_ids` has {len(stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed", param="stop_token_ids")
     return SamplingParams(
         max_new_tokens=0,
         temperature=temperature,
@@ -186,7 +190,7 @@ def _sampling(fields: CommonFields) -> SamplingParams:
         top_k=min(top_k, MAX_TOP_K),
         min_p=min_p,
         seed=secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed & ((1 << SEED_BITS) - 1),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        stop_token_ids=stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
     )
 

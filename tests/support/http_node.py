@@ -56,7 +56,7 @@ class HttpNode:
 @asynccontextmanager
 async def http_node(model_dir: Path, ready: bool = True, **settings: object) -> AsyncIterator[HttpNode]:
     config = replace(NodeConfig(model=str(model_dir), served_model_name=SERVED_MODEL), **settings)
-    with tempfile.TemporaryDirectory(prefix="pdserve-") as run_dir:
+    with tempfile.TemporaryDirectory(prefix="http-node-") as run_dir:
         addresses = NodeAddresses(Path(run_dir))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         scheduler = FakeScheduler(context, addresses)

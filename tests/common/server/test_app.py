@@ -322,6 +322,19 @@ async def test_a_refused_body_is_answered_before_it_has_arrived(node: HttpNode) 
     writer.close()
 
 
+@pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\nx: ", b"GET /"])
+async def test_a_head_without_an_end_is_refused(node: HttpNode, head: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(node.url).port)
+    writer.write(head)
+    for _ in range(5):
+        writer.write(b"a" * 16384)
+        await writer.drain()
+    answer = await asyncio.wait_for(reader.read(), 2)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"head is longer than 65536 bytes" in answer
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/v1/completions", 405), ("DELETE", "/health", 405), ("POST", "/metrics", 405), ("GET", "/nope", 404), ("POST", "/v1/embeddings", 404),

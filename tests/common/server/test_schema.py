@@ -139,6 +139,7 @@ def test_what_is_not_a_json_object_is_refused(parse: Any, body: bytes, says: str
         ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "9"), ("max_tokens", True),
         ("max_completion_tokens", "9"),
         ("stop", ""), ("stop", ["a", ""]), ("stop", 5), ("stop", ["x"] * 17), ("stop_token_ids", "1"), ("stop_token_ids", 1),
+        ("stop_token_ids", [1] * 1025),
         ("ignore_eos", "yes"), ("ignore_eos", 1), ("stream", "true"), ("stream", 1), ("stream_options", True),
         ("stream_options", {"include_usage": True}),
         ("model", 5), ("skip_special_tokens", 0),
