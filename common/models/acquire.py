@@ -46,7 +46,7 @@ def resolve_model(spec: str, progress: Progress) -> Path:
     """The checkpoint directory that `spec` names, made first where that is needed; `progress` gets a line now and then."""
     if spec == "demo":
         return _demo(progress)
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))  # unlike Path's, leaves the home of an unknown user as it is
     if path.is_dir():
         return _readable_checkpoint(path.resolve())
     if path.is_file():

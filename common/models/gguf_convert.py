@@ -26,8 +26,8 @@ def convert(source: Path, destination: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
-    except (OSError, ValueError, KeyError, NotImplementedError, IndexError) as error:
-        raise ConversionFailed(f"transformers cannot read it: {_first_line(error)}") from error
+    except Exception as error:  # a reader of foreign files: its libraries raise everything, tokenizers bare Exception
+        raise ConversionFailed(f"transformers cannot read it: {type(error).__name__}: {_first_line(error)}") from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     eos_token_ids = _eos_token_ids(model, tokenizer.eos_token_id)
@@ -70,7 +70,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> list[in
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or ["no reason given"])[0]
 
 
 def main() -> None:
