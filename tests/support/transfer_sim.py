@@ -179,7 +179,7 @@ class SimDecode(SimProcess):
 
     def send(self, link: int, frame: bytes) -> bool:
         connection = self.network.connections.get(link)
-        if connection is None or not connection.decode_open:
+        if connection is None or not connection.decode_open or connection.cut:
             return False
         connection.to_prefill.append(frame)
         return True
@@ -202,16 +202,17 @@ class Connection:
     prefill: SimPrefill | None
     decode_open: bool = True
     told_decode: bool = False
+    cut: bool = False  # the connection broke, both processes live
     to_prefill: deque[bytes] = field(default_factory=deque)
     to_decode: deque[bytes] = field(default_factory=deque)
 
     @property
     def over_for_prefill(self) -> bool:
-        return not self.decode_open and not self.to_prefill
+        return self.cut or (not self.decode_open and not self.to_prefill)
 
     @property
     def over_for_decode(self) -> bool:
-        return (self.prefill is None or not self.prefill.alive) and not self.to_decode
+        return (self.cut or self.prefill is None or not self.prefill.alive) and not self.to_decode
 
 
 class SimNetwork:
@@ -253,6 +254,14 @@ class SimNetwork:
         for connection in self.connections.values():
             if process is connection.decode:
                 connection.decode_open = False
+
+    def open_connections(self) -> list[int]:
+        return [number for number, connection in self.connections.items() if connection.decode_open and not connection.cut]
+
+    def cut(self, number: int) -> None:
+        """The connection breaks; D is told as by a frame, P finds out when it sends."""
+        self.connections[number].cut = True
+        self.connections[number].to_prefill.clear()
 
     # ---- frames, one at a time -------------------------------------------------------------------------------------------
 
