@@ -1,4 +1,4 @@
-# make serve: a local cluster with the embedded model. make test: everything that CI checks. Both make .venv first, once.
+# Two commands for a newcomer: serve and test. Both make .venv first, once. `make` lists all.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
