@@ -23,7 +23,7 @@ from common.errors import StartupError
 from common.launch import ChildDied
 
 DEFAULT_PREFILL_PORT = 8100  # NodeConfig's default is the decode node's: both run on one machine without a flag
-SCHEDULERS: dict[Role, str] = {"prefill": "prefill_node.scheduler", "decode": "decode_node.scheduler"}
+SCHEDULERS: dict[Role, str] = {"prefill": "prefill_node", "decode": "decode_node"}
 NODE_ADDRESS_FIELDS = ("host", "port", "bootstrap_port", "advertise_host")  # `up` chooses them itself: loopback, free ports
 
 EXAMPLES = {

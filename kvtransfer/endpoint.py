@@ -95,6 +95,10 @@ class Endpoint(ABC):
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     @property
+    def incarnation(self) -> PeerId:
+        return self._session.incarnation
+
+    @property
     def wake_fd(self) -> int:
         """Readable while poll() has something to return."""
         return self._event_wake.fd

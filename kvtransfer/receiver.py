@@ -88,7 +88,7 @@ class Receiver:
         self.links = DialledLinks(settings, incarnation, wire, backend)
         self.events: list[Event] = []
         self._settings = settings
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._backend = backend
         self._next_attempt = 1
         self._rooms: dict[int, Room] = {}
@@ -218,7 +218,7 @@ class Receiver:
             Offer(
                 room=room.room,
                 attempt=room.attempt,
-                sender=self._incarnation,
+                sender=self.incarnation,
                 receiver=peer,
                 num_prompt_tokens=room.num_prompt_tokens,
                 prompt_digest=room.prompt_digest,
@@ -241,7 +241,7 @@ class Receiver:
             return
         assert room.peer is not None
         self.links.send(
-            room.peer, Cancel(room=room.room, attempt=room.attempt, sender=self._incarnation, receiver=room.peer, failure=failure)
+            room.peer, Cancel(room=room.room, attempt=room.attempt, sender=self.incarnation, receiver=room.peer, failure=failure)
         )
         self._timers.set(room.room, now_s + self._settings.stuck_timeout_s)
 

@@ -135,7 +135,7 @@ class Sender:
         self.links = AcceptedLinks(settings, incarnation, wire, backend)
         self.events: list[Event] = []
         self._settings = settings
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._backend = backend
         self._to_local_s = to_local_s
         self._rooms: dict[int, Room] = {}
@@ -189,7 +189,7 @@ class Sender:
         self.links.send(
             peer,
             FirstToken(
-                room=room_id, attempt=attempt, sender=self._incarnation, receiver=peer, token_id=token_id, num_cached_tokens=num_cached_tokens
+                room=room_id, attempt=attempt, sender=self.incarnation, receiver=peer, token_id=token_id, num_cached_tokens=num_cached_tokens
             ),
         )
 
@@ -388,7 +388,7 @@ class Sender:
 
     def _answer(self, offer_id: OfferId, room_id: int, status: ClosedStatus, failure: Failure | None) -> None:
         peer, attempt = offer_id
-        self.links.send(peer, Closed(room=room_id, attempt=attempt, sender=self._incarnation, receiver=peer, status=status, failure=failure))
+        self.links.send(peer, Closed(room=room_id, attempt=attempt, sender=self.incarnation, receiver=peer, status=status, failure=failure))
 
     def _num_parked(self) -> int:
         return sum(room.machine.state is S.PARKED for room in self._rooms.values())

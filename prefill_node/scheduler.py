@@ -79,6 +79,8 @@ class PrefillScheduler:
         num_tokens = len(request.prompt_ids) + (request.max_new_tokens if request.bootstrap is None else 0)
         if refusal := self._pages.refusal(num_tokens):
             self._outbox.failure(request, refusal)
+            if request.bootstrap is not None:
+                self._endpoint.abort(request.bootstrap.room, refusal)  # answers D's offer
         elif request.bootstrap is None:
             self._work.extending.add(request)
         else:

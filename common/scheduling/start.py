@@ -1,0 +1,99 @@
+"""From a node's settings to the parts its scheduler is made of."""
+
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from common.config import NodeAddresses, NodeConfig
+from common.engine.runner import ModelRunner
+from common.kvcache.cache import KVCache
+from common.launch import Reporter
+from common.messages import NodeStatus, TokenOuts, ToScheduler
+from common.models.config import fingerprint
+from common.scheduling.outbox import Outbox
+from common.scheduling.pages import RequestPages
+from common.scheduling.work import Limits, Work
+from common.sockets import Receiver, Sender
+
+PROGRESS_PAUSE_S = 1.0
+SWITCH_INTERVAL_S = 0.0005  # the transfer thread waits this long for the GIL at most; Python's 5 ms made a 32-page write take 16 ms instead of 7
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What both roles have: the model on its device, the pages, and the way to the text processes."""
+
+    runner: ModelRunner
+    work: Work
+    outbox: Outbox
+    inbox: Receiver[ToScheduler]
+    limits: Limits
+    fingerprint: str
+
+    @property
+    def dtype(self) -> str:
+        return str(self.runner.dtype).removeprefix("torch.")
+
+    @property
+    def max_total_tokens(self) -> int:
+        return (self.runner.kv.num_pages - 1) * self.runner.kv.page_size
+
+
+def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporter) -> Engine:
+    """Load the model and open the sockets. Raises StartupError: the checkpoint cannot be served as configured."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    runner = ModelRunner(
+        Path(config.model),
+        device=config.device,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        num_pages=None if config.max_total_tokens is None else -(-config.max_total_tokens // config.page_size) + 1,
+        mem_fraction=config.mem_fraction_static,
+        max_running_requests=config.max_running_requests,
+        context_length=config.context_length,
+        threads=config.threads,
+        attention_backend=config.attention_backend,
+        progress=_Throttled(reporter).progress,
+    )
+    runner.warmup()
+    limits = Limits(
+        eos_token_ids=frozenset(runner.model_config.eos_token_ids),
+        context_length=runner.context_length,
+        max_running_requests=config.max_running_requests,
+        max_decode_delay_steps=config.max_decode_delay_steps,
+        chunked_prefill_size=config.chunked_prefill_size,
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: Receiver[ToScheduler] = Receiver(context, addresses.scheduler, ToScheduler)
+    to_detokenizer: Sender[TokenOuts] = Sender(context, addresses.detokenizer)
+    to_tokenizer: Sender[NodeStatus] = Sender(context, addresses.tokenizer)
+    outbox = Outbox(to_detokenizer.send, to_tokenizer.send)
+    pages = RequestPages(KVCache(runner.kv.num_pages, config.page_size, not config.disable_radix_cache))
+    return Engine(
+        runner=runner,
+        work=Work(runner, pages, outbox, limits),
+        outbox=outbox,
+        inbox=inbox,
+        limits=limits,
+        fingerprint=fingerprint(Path(config.model)),
+    )
+
+
+class _Throttled:
+    """Reports each stage at its start, its end and once a second between."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._stage = ""
+        self._next_s = 0.0
+
+    def progress(self, stage: str, fraction: float) -> None:
+        if stage == self._stage and fraction < 1.0 and time.monotonic() < self._next_s:
+            return
+        self._stage, self._next_s = ("", 0.0) if fraction >= 1.0 else (stage, time.monotonic() + PROGRESS_PAUSE_S)
+        self._reporter.progress(f"{stage} {fraction:.0%}")

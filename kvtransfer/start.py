@@ -1,0 +1,42 @@
+"""From a node's settings and its pool to a transfer backend and what the endpoint needs to know."""
+
+from typing import Protocol
+
+from common.config import NodeConfig
+from kvtransfer.backend import Region, TransferBackend
+from kvtransfer.factory import make_backend
+from kvtransfer.protocol import Compat
+from kvtransfer.settings import TransferSettings
+
+
+class PageLayout(Protocol):
+    """The shape of a page, as common/kvcache/layout.py states it."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def start_transfer(
+    config: NodeConfig, region: Region, layout: PageLayout, *, fingerprint: str, dtype: str, context_length: int
+) -> tuple[TransferSettings, TransferBackend]:
+    """The configured backend with the pool registered. Raises StartupError."""
+    compat = Compat(
+        model=fingerprint,
+        dtype=dtype,
+        page_size=layout.page_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_nbytes=region.page_nbytes,
+        context_length=context_length,
+        backend=config.transfer_backend,
+    )
+    backend = make_backend(config.transfer_backend, config.host, advertise_host=config.advertise_host)
+    backend.register(region)
+    return TransferSettings(compat=compat, peer_timeout_s=config.peer_timeout_s, offer_timeout_s=config.offer_timeout_s), backend
