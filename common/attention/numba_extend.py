@@ -74,7 +74,7 @@ def _narrow(context: Any, x: Any, stored: Any) -> Any:
     return stored(types.float32, stored), generate
 
 
-@njit(nogil=True, fastmath=True, cache=True, inline="always")
+@njit(nogil=True, fastmath=True, error_model="numpy", cache=True, inline="always")
 def _exp2(x: Any) -> Any:
     """2^x for x <= 0."""
     x = max(x, LEAST_EXPONENT)
@@ -109,7 +109,7 @@ def group_queries(q: Any, out: Any) -> None:
                     out[kv_head, token * group + g, i] = q[token, kv_head * group + g, i]
 
 
-@njit(nogil=True, fastmath=True, cache=True)
+@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
 def masked_exp(scores: Any, group: int, first_visible: int, window: int, factor: float, sums: Any) -> None:
     """scores [KV, n * group, keys] become weights in place, their sums go to float32 [KV, n * group].
 
@@ -136,7 +136,7 @@ def masked_exp(scores: Any, group: int, first_visible: int, window: int, factor:
             sums[kv_head, r] = total
 
 
-@njit(nogil=True, fastmath=True, cache=True)
+@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
 def normalise(weighted: Any, sums: Any, out: Any) -> None:
     """weighted [KV, n * group, D] / sums [KV, n * group] -> out [n, H, D]."""
     num_kv_heads, num_rows, head_dim = weighted.shape

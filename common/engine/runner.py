@@ -73,7 +73,7 @@ class ModelRunner:
         budget_nbytes = int(free_nbytes(self.device) * mem_fraction)
         has_kernels = find_spec("common.layers.cpu_ops") is not None and find_spec("common.attention.numba_decode") is not None
         use_numba = attention_backend == "numba" or (attention_backend == "auto" and device == "cpu" and has_kernels)
-        self.model = Decoder(self.model_config, _layer_ops(use_numba), self.dtype, self.device)
+        self.model = Decoder(self.model_config, self._make_ops(use_numba), self.dtype, self.device)
         load_weights(self.model, model_dir, lambda fraction: progress("loading weights", fraction))
         self.kv = self._make_pool(page_size, num_pages, budget_nbytes)
         self._attention = self._make_attention(use_numba)
@@ -110,6 +110,13 @@ class ModelRunner:
             self.decode(_padding_decode(num_rows))
         self._progress("warming up", 1.0)
 
+    def _make_ops(self, use_numba: bool) -> LayerOps:
+        if use_numba:
+            from common.layers.numba_ops import NumbaOps  # loads numba, which the torch backend does without
+
+            return NumbaOps(self.model_config.hidden_size, self.model_config.intermediate_size, self.dtype)
+        return TorchOps()
+
     def _make_pool(self, page_size: int, num_pages: int | None, budget_nbytes: int) -> KVPool:
         config = self.model_config
         layout = KVLayout(config.num_kv_heads, config.num_layers, page_size, config.head_dim, self.dtype)
@@ -130,20 +137,12 @@ class ModelRunner:
         geometry = HeadGeometry(config.num_heads, config.num_kv_heads, config.head_dim)
         rope = RopeTable.build(config, self.context_length, self.device)
         if use_numba:
-            from common.attention.numba import NumbaAttention  # compiles on import; the torch backend does without
+            from common.attention.numba import NumbaAttention
 
             return NumbaAttention(geometry, self.kv, rope)
         from common.attention.torch import TorchAttention
 
         return TorchAttention(geometry, self.kv, rope)
-
-
-def _layer_ops(use_numba: bool) -> LayerOps:
-    if use_numba:
-        from common.layers.numba_ops import NumbaOps  # compiles on import
-
-        return NumbaOps()
-    return TorchOps()
 
 
 def _context_length(config: ModelConfig, asked: int | None) -> int:

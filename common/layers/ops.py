@@ -26,8 +26,10 @@ class NormWeight:
 
 
 class LayerOps(Protocol):
+    """A result may be overwritten when a norm, or silu_mul, is called again: use it before that."""
+
     def rms_norm(self, x: torch.Tensor, weight: NormWeight) -> torch.Tensor:
-        """x [T, N], normalised in float32, in a new tensor."""
+        """x [T, N], normalised in float32; x is kept."""
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: NormWeight) -> torch.Tensor:
         """residual += x in place; returns the norm of the sum."""

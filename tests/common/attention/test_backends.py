@@ -8,7 +8,7 @@ import torch
 from paged_driver import greedy
 
 from common.attention.backend import AttentionBackend, AttentionSpec, Batch, HeadGeometry, TokenPlaces
-from common.attention.numba import QUERY_BLOCK, NumbaAttention
+from common.attention.numba import LONG_BLOCK, NumbaAttention
 from common.attention.torch import TorchAttention
 from common.engine.batch import DecodeBatch, ExtendBatch
 from common.kvcache.layout import KVLayout, KVPool
@@ -16,7 +16,7 @@ from common.layers.ops import NormWeight
 from common.layers.rope import RopeTable
 
 CPU = torch.device("cpu")
-NUM_LAYERS, LAYER, NUM_PAGES = 3, 1, 80
+NUM_LAYERS, LAYER, NUM_PAGES = 3, 1, 160
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 0.02, "atol": 0.02}}
 
 
@@ -55,7 +55,7 @@ class Pair:
         content = torch.randn(self.pools[0].tensor.shape).to(case.dtype)
         for pool in self.pools:
             pool.tensor.copy_(content)
-        angles = torch.outer(torch.arange(1024.0), 1.0 / 1e4 ** (torch.arange(0, case.head_dim, 2) / case.head_dim))
+        angles = torch.outer(torch.arange(2048.0), 1.0 / 1e4 ** (torch.arange(0, case.head_dim, 2) / case.head_dim))
         rope = RopeTable(angles.cos(), angles.sin())
         oracle, tested = self.pools
         self.backends: list[AttentionBackend] = [TorchAttention(self.geometry, oracle, rope), NumbaAttention(self.geometry, tested, rope)]
@@ -86,13 +86,13 @@ class Pair:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_extend_equals_torch(case: Case) -> None:
-    """Without and with cached prefix, shorter and longer than a block of queries, in one batch."""
-    extend_lens, cached = [1, QUERY_BLOCK + 3, 17, 40, QUERY_BLOCK], [0, 0, 5, 100, 64]
+    """Without and with cached prefix, shorter and longer than a block of queries of either length, in one batch."""
+    extend_lens, cached = [1, LONG_BLOCK + 3, 17, 40, LONG_BLOCK, 70], [0, 0, 5, 100, 64, 1100]
     context_lens = [new + old for new, old in zip(extend_lens, cached, strict=True)]
     pair = Pair(case)
     ids = np.zeros(sum(extend_lens), np.int64)
     lens = np.array(extend_lens, np.int32)
-    pair.check(ExtendBatch(ids, lens, np.array(context_lens, np.int32), pair.table(context_lens), np.arange(5, dtype=np.int32), greedy(5)))
+    pair.check(ExtendBatch(ids, lens, np.array(context_lens, np.int32), pair.table(context_lens), np.arange(6, dtype=np.int32), greedy(6)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
