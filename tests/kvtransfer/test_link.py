@@ -476,6 +476,18 @@ def test_a_node_that_was_stopped_and_goes_on_is_met_again() -> None:
     assert p.session.stats()["transfer_rooms_parked"] == 1
 
 
+def test_an_idle_link_stays_up_for_hours() -> None:
+    network = SimNetwork()
+    p, d = network.prefill(1), network.decode()
+    d.log.open(1)
+    d.session.offer(1, p.address, 4, b"x", 0, pages(1), network.now_s + 1, network.unix_s + 1, network.now_s)
+    for _ in range(2 * 3600):
+        network.pump()
+        network.advance(0.5)
+    assert d.log.is_over(1)
+    assert [line["state"] for process in (p, d) for line in process.session.links.snapshot()] == ["up", "up"]
+
+
 def test_addresses_print_as_urls_have_them() -> None:
     assert str(Address("10.0.0.1", 80)) == "10.0.0.1:80"
     assert str(Address("fe80::1", 80)) == "[fe80::1]:80"

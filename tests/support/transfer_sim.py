@@ -6,6 +6,7 @@ Recording wires are for tests of one side alone: the test plays the peer.
 """
 
 import itertools
+import weakref
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,6 +45,7 @@ def registered_backend(fabric: MemoryFabric, page_nbytes: int = PAGE_NBYTES) -> 
     """With its pool: uint8[NUM_PAGES, page_nbytes]."""
     pool = np.zeros((NUM_PAGES, page_nbytes), np.uint8)
     backend = fabric.backend()
+    weakref.finalize(backend, backend.tickets.close)  # its eventfd: tests make thousands and close few
     backend.register(Region(pool.ctypes.data, NUM_PAGES, page_nbytes, "cpu", pool))
     return backend, pool
 
