@@ -65,7 +65,7 @@ class NodeConfig(HttpConfig):
     bootstrap_port: int = flag(8998, "control endpoint of a prefill node (ignored on decode nodes)", least=0, most=MAX_PORT)
     advertise_host: str | None = flag(None, "address at which peers reach this node's transfer endpoint; default: --host, or the address of the route to the peer when that is 0.0.0.0")
     peer_timeout_s: float = flag(3.0, "a peer silent for this long is lost: its requests end, its pages are fenced", unit="s", name="peer-timeout", least=0.1)
-    offer_timeout_s: float = flag(30.0, "how long a prefill request waits for its decode node's offer, and a parked offer for its request", unit="s", name="offer-timeout", least=0.1)
+    offer_timeout_s: float = flag(30.0, "how long a prefill node keeps a decode node's offer whose request has not come; both legs of a request are sent at once", unit="s", name="offer-timeout", least=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,7 @@ class Sender:
         self._rooms[room_id] = room
         room.request, room.request_deadline_s = Prompt(num_prompt_tokens, prompt_digest), deadline_s
         if room.offer is None:
-            self._timers.set(room_id, min(deadline_s, now_s + self._settings.offer_timeout_s))
+            self._timers.set(room_id, deadline_s)  # its decode node may rightly be waiting for pages: only the deadline ends this
         else:
             self._join(room, room.offer, now_s)
 
@@ -348,15 +348,11 @@ class Sender:
         if state is S.DRAINING:
             assert room.offer is not None
             self.links.lose(room.offer.id[0], f"a write to it did not end within {self._settings.stuck_timeout_s:g} s", now_s)
-        elif state is S.AWAIT_OFFER and now_s < room.request_deadline_s:
-            self._fail(room, self._expired("no decode node has offered pages"), now_s)
         elif state is S.PARKED and room.offer is not None and now_s < room.offer.deadline_s:
-            self._fail(room, self._expired("the request of this offer has not come"), now_s)
+            sentence = f"the request of this offer has not come within {self._settings.offer_timeout_s:g} s"
+            self._fail(room, Failure(503, sentence, code="offer_expired", stage="transfer"), now_s)
         else:
             self._fail(room, deadline_exceeded(STAGE.get(state, "transfer")), now_s)
-
-    def _expired(self, what: str) -> Failure:
-        return Failure(503, f"{what} within {self._settings.offer_timeout_s:g} s", code="offer_expired", stage="transfer")
 
     def _fail(self, room: Room, failure: Failure, now_s: float, *, status: ClosedStatus = "FAILED", tell_scheduler: bool = True) -> None:
         room.machine.fire(E.FAIL)

@@ -11,7 +11,7 @@ STUCK_PEER_TIMEOUTS = 10  # an owed answer or completion missing for so many pee
 class TransferSettings:
     compat: Compat
     peer_timeout_s: float = 3.0  # a peer silent for so long is lost
-    offer_timeout_s: float = 30.0  # P: how long a request waits for its offer, and an offer for its request
+    offer_timeout_s: float = 30.0  # P: how long an offer waits for its request; a request waits for its offer until its deadline
     heartbeat_s: float = 0.5  # pause between heartbeats, when a link exists
     max_rooms: int = 4096  # rooms of the scheduler at a time; as many offers may be parked on P
     max_links: int = 256

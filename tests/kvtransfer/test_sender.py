@@ -319,21 +319,27 @@ def test_the_earlier_of_both_deadlines_counts() -> None:
     assert node.closed().status == "FAILED"
 
 
-@pytest.mark.parametrize("state", ["await_offer", "parked"])
-def test_who_waits_alone_is_answered_after_the_offer_timeout(state: str) -> None:
+def test_an_offer_without_its_request_expires() -> None:
     node = Node(offer_timeout_s=7.0, peer_timeout_s=1000.0)
-    node.reach(state)
+    node.reach("parked")
     node.step(6.9)
-    assert node.rooms() == {state: 1}
+    assert node.rooms() == {"parked": 1}
     node.step(0.2)
     assert node.rooms() == {}
-    if state == "parked":
-        closed = node.closed()
-        assert closed.failure is not None
-        assert (closed.status, closed.failure.status, closed.failure.code) == ("FAILED", 503, "offer_expired")
-    else:
-        [failed, returned] = node.events()
-        assert (failed.failure.code, returned) == ("offer_expired", PagesReturned(1))
+    closed = node.closed()
+    assert closed.failure is not None
+    assert (closed.status, closed.failure.status, closed.failure.code) == ("FAILED", 503, "offer_expired")
+
+
+def test_a_request_waits_for_its_offer_until_its_deadline() -> None:
+    """The decode node may be waiting for pages all that time."""
+    node = Node(offer_timeout_s=7.0, peer_timeout_s=1000.0)
+    node.expect(timeout_s=60.0)
+    node.step(59.0)
+    assert node.rooms() == {"await_offer": 1}
+    node.step(1.1)
+    [failed, returned] = node.events()
+    assert (failed.failure.status, returned) == (504, PagesReturned(1))
 
 
 @pytest.mark.parametrize("state", ["computing", "sending"])
