@@ -94,7 +94,8 @@ class PdNodes:
     def run_until_idle(self) -> None:
         def idle() -> bool:
             counts = [node.cache.counts() for node in nodes]
-            return all(one.held == one.quarantined == 0 for one in counts) and not any(node.intake.pending for node in nodes)
+            open_requests = any(node.intake.pending or node.scheduler.stats()["open_requests"] for node in nodes)
+            return all(one.held == one.quarantined == 0 for one in counts) and not open_requests
 
         nodes = (*self.prefills, *self.decodes)
         self.run(idle)
