@@ -47,7 +47,7 @@ class DecodeScheduler:
     def run(self) -> None:
         """Until drained."""
         while not self._table.drained:
-            if not self.step():
+            if not self.step() and not self._table.drained:
                 self._intake.wait(min(self._outbox.heartbeat_due_in_s(), self._table.next_timer_in_s()))
 
     def step(self) -> bool:

@@ -31,5 +31,14 @@ if ! usable "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/nu
     rm -rf "$venv"
     make_venv "$(find_python)"
 fi
+# pip without its thousand lines, but with a sign of life: quiet twice hides warnings too, errors stay.
 echo "installing $requirement into $venv ($("$venv/bin/python" --version)); the first time takes minutes"
-"$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable "$requirement"
+"$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable "$requirement" &
+pip=$!
+trap 'kill $pip 2>/dev/null; exit 130' INT TERM
+started_s=$SECONDS
+while sleep 1; kill -0 $pip 2>/dev/null; do
+    took_s=$((SECONDS - started_s))
+    if ((took_s % 15 == 0)); then echo "  ${took_s} s, $(du -sm "$venv" | cut -f1) MB installed"; fi
+done
+wait $pip

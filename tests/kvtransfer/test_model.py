@@ -17,6 +17,7 @@ from transfer_sim import NUM_PAGES, PAGE_NBYTES, PAGE_SIZE, SimDecode, SimNetwor
 from common.errors import Failure
 from kvtransfer.backend import TransferError
 from kvtransfer.events import Delivered, Event, OfferJoined, PagesReturned, RoomFailed
+from kvtransfer.link import Address
 from kvtransfer.protocol import num_pages_of
 
 FREE_ON_D, FREE_ON_P = 0xEE, 0xDD
@@ -99,6 +100,7 @@ class Transfers(RuleBasedStateMachine):
         self.network.fabric.hold()
         self.prefills: list[tuple[SimPrefill, Books]] = [self.new_prefill(port) for port in range(num_prefill)]
         self.decodes: list[tuple[SimDecode, Books]] = [self.new_decode() for _ in range(num_decode)]
+        self.killed: set[Address] = set()
         self.next_room = 1
         self.requests: list[tuple[Request, int, int]] = []  # with the port and the decode node
 
@@ -249,6 +251,7 @@ class Transfers(RuleBasedStateMachine):
             self.decodes[decode] = self.new_decode()
             return
         port = data.draw(st.integers(0, len(self.prefills) - 1))
+        self.killed.add(self.prefills[port][0].address)
         was_alive = self.prefills[port][0].alive
         self.network.kill(self.prefills[port][0])
         if how == "prefill" or not was_alive:
@@ -298,8 +301,9 @@ class Transfers(RuleBasedStateMachine):
         }
 
     def both_sides_agree(self) -> None:
-        """What D took for delivered, P had delivered."""
-        ends = {room: process.log.by_room[room][-1] for process, _ in self.prefills if process.alive for room in process.log.by_room}
+        """What D took for delivered, P had delivered, if it is still the P that D met."""
+        lived = [process for process, _ in self.prefills if process.address not in self.killed]
+        ends = {room: process.log.by_room[room][-1] for process in lived for room in process.log.by_room}
         for process, _ in self.decodes:
             for room, events in process.log.by_room.items():
                 if isinstance(events[-1], Delivered) and room in ends:
