@@ -1,0 +1,87 @@
+"""Is a node there? One probe per node and interval: GET /ready, then GET /server_info.
+
+A node that has no /ready (404: SGLang) is asked /health; one whose /server_info cannot be read is used without its facts. A
+node that a request blamed is probed at once. A probe has a time limit of its own, so that a frozen node is found out while others are
+probed on time.
+"""
+
+import asyncio
+import logging
+
+import aiohttp
+import msgspec
+
+from router.nodes import Node, NodeInfo, NodeTable
+
+MAX_INFO_BYTES = 1 << 20
+
+log = logging.getLogger(__name__)
+
+_decode_info = msgspec.json.Decoder(NodeInfo).decode
+
+
+class NotReady(Exception):
+    """The node answered, and not with 200."""
+
+
+class Prober:
+    """Probes every node for as long as `run` runs."""
+
+    def __init__(self, nodes: NodeTable, session: aiohttp.ClientSession, *, interval_s: float, timeout_s: float) -> None:
+        self._nodes = nodes
+        self._session = session
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for node in self._nodes.all:
+                group.create_task(self._watch(node))
+
+    async def _watch(self, node: Node) -> None:
+        while True:
+            node.probe_now.clear()
+            await self.probe(node)
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await node.probe_now.wait()
+            except TimeoutError:
+                continue
+
+    async def probe(self, node: Node) -> None:
+        num_blames = node.num_blames
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                info = await self._ask(node.url)
+        except TimeoutError:
+            self._failed(node, f"did not answer a probe within {self._timeout_s:g} s")
+        except NotReady as error:
+            self._failed(node, str(error))
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a reply that is no HTTP, in some forms
+            self._failed(node, f"cannot be reached: {error}")
+        else:
+            if node.probe_succeeded(info, num_blames):
+                log.info("%s node %s is usable", node.leg, node.url)
+
+    def _failed(self, node: Node, reason: str) -> None:
+        if node.probe_failed(reason):
+            log.warning("%s node %s %s", node.leg, node.url, reason)
+
+    async def _ask(self, url: str) -> NodeInfo:
+        status = await self._status(url, "/ready")
+        if status == 404:
+            status = await self._status(url, "/health")
+        if status != 200:
+            raise NotReady(f"is not ready (it answers {status})")
+        async with self._session.get(url + "/server_info") as reply:
+            body = await reply.content.read(MAX_INFO_BYTES) if reply.status == 200 else b"{}"
+        try:
+            return _decode_info(body)
+        except msgspec.DecodeError as error:
+            log.debug("%s/server_info cannot be used: %s", url, error)
+            return NodeInfo()
+
+    async def _status(self, url: str, path: str) -> int:
+        async with self._session.get(url + path) as reply:
+            await reply.read()
+            return reply.status
