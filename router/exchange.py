@@ -1,0 +1,142 @@
+"""The client's side of one request, at the level of ASGI messages: its body in, one reply out, and word of its leaving.
+
+The status line waits until a node's is known, so an early failure has its true status also when a stream was asked for. A failure
+after it is a data event with an error object, then [DONE]: clients raise on it, whereas they take a cut stream for a success.
+"""
+
+import asyncio
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+import msgspec
+
+from common.errors import Failure, RequestError, deadline_exceeded, invalid, too_large
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+DONE = b"data: [DONE]\n\n"
+DEADLINE_HEADER = b"x-request-deadline"
+ID_HEADER = b"x-request-id"
+ACCEPTED_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+BODY_TIMEOUT_S = 30.0  # a client that sends its body slower than this holds a connection for nothing
+LINGER_S = 1.0  # how long the rest of a refused body is read and thrown away, so that the client gets to read the refusal
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before the reply was complete."""
+
+
+class Exchange:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers: Headers = scope["headers"]
+        self.path: str = scope["path"]
+        self.arrived_s = time.monotonic()
+        self.request_id = request_id_of(self.headers)
+        self.reply_headers: Headers = [(ID_HEADER, self.request_id)]  # sent with whatever is answered
+        self.status: int | None = None  # once sent
+        self.status_sent_s: float | None = None
+        self._receive = receive
+        self._send = send
+        self._unread_body = True
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self.headers if key == name), None)
+
+    async def body(self, max_bytes: int) -> bytes:
+        """The whole body. Raises RequestError (413 as soon as it is known to be too large, 408) or ClientLeft."""
+        declared = self.header(b"content-length")
+        if declared is not None and int(declared) > max_bytes:
+            raise too_large(f"the request body has {int(declared)} bytes; at most {max_bytes} are taken: shorten it, or raise --max-body-bytes")
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._read(max_bytes)
+        except TimeoutError:
+            sentence = f"the request body did not arrive within {BODY_TIMEOUT_S:.0f} s"
+            raise RequestError(Failure(408, sentence, code="request_timeout", stage="intake")) from None
+
+    async def _read(self, max_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            part = message.get("body", b"")
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                raise too_large(f"the request body is larger than the {max_bytes} bytes that are taken: shorten it, or raise --max-body-bytes")
+            parts.append(part)
+            if not message.get("more_body", False):
+                self._unread_body = False
+                return b"".join(parts)
+
+    def deadline_s(self, request_timeout_s: float) -> float:
+        """Unix time by which the request must have ended: what the client says, at most `request_timeout_s` from now."""
+        now_s = time.time()
+        asked = self.header(DEADLINE_HEADER)
+        if asked is None:
+            return now_s + request_timeout_s
+        try:
+            deadline_s = float(asked)
+        except ValueError:
+            deadline_s = math.nan
+        if not math.isfinite(deadline_s):
+            raise invalid(f"header {DEADLINE_HEADER.decode()} is {asked[:40]!r}; it must be a time in unix seconds", param=DEADLINE_HEADER.decode())
+        if deadline_s <= now_s:
+            raise RequestError(deadline_exceeded("intake"))
+        return min(deadline_s, now_s + request_timeout_s)
+
+    async def wait_left(self) -> None:
+        """Returns when the client has closed the connection. The body has been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.status, self.status_sent_s = status, time.monotonic()
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.reply_headers]})
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """The whole reply. After a body that was not read, the connection is closed."""
+        close = [(b"connection", b"close")] if self._unread_body else []
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body)), *close])
+        if self._unread_body:
+            await self.write(body, more=True)
+            await self._discard_body()
+            body = b""
+        await self.write(body, more=False)
+
+    async def fail(self, failure: Failure) -> None:
+        """An OpenAI error object; after the status line, as the stream's end."""
+        error = msgspec.json.encode(failure.openai_body())
+        if self.status is not None:
+            await self.write(b"data: " + error + b"\n\n" + DONE, more=False)
+            return
+        retry = [] if failure.retry_after_s is None else [(b"retry-after", b"%d" % max(1, math.ceil(failure.retry_after_s)))]
+        await self.reply(failure.status, [(b"content-type", b"application/json"), *retry], error)
+
+    async def _discard_body(self) -> None:
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            return
+
+
+def request_id_of(headers: Headers) -> bytes:
+    """The client's x-request-id, or a new one."""
+    given = next((value for key, value in headers if key == ID_HEADER), None)
+    return given if given is not None and ACCEPTED_ID.fullmatch(given) else secrets.token_hex(8).encode()
