@@ -1,0 +1,85 @@
+"""An HTTP server inside the router's event loop: uvicorn on a socket that was bound before, without its signal handlers.
+
+A request's head is bounded here, its body in exchange.py.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from common.errors import StartupError
+from router.exchange import Receive, Scope, Send
+
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BACKLOG = 4096  # a burst of clients waits here instead of being refused
+DATE_PERIOD_S = 1.0  # the Date header's granularity
+MAX_HEAD_BYTES = 64 << 10  # request line and headers; the parser itself has no limit
+KEEP_ALIVE_S = 120  # longer than clients' pools keep an idle connection, so that the client closes first
+CLOSE_TIMEOUT_S = 1  # for replies under way when the server stops; the router has ended its requests by then
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises StartupError when the address is in use or not this machine's."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)  # at once: two sockets may bind one port while neither listens
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise StartupError(f"cannot serve HTTP on {host}:{port}: {error.strerror}; choose another with --host and --port") from None
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """serve(sockets=[...]) runs until stop(). Signals are the process's own business; it wakes once a second, not ten times."""
+
+    def __init__(self, app: AsgiApp) -> None:
+        config = uvicorn.Config(app, loop="none", http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+                                backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_TIMEOUT_S)
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), DATE_PERIOD_S)
+
+
+class _Protocol(HttpToolsProtocol):
+    """Refuses a request whose head does not end."""
+
+    _num_head_bytes = 0
+    _reading_head = False
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._reading_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        self._reading_head, self._num_head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._reading_head = False
+        super().on_headers_complete()
