@@ -36,9 +36,12 @@ echo "installing $requirement into $venv ($("$venv/bin/python" --version)); the 
 "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable "$requirement" &
 pip=$!
 trap 'kill $pip 2>/dev/null; exit 130' INT TERM
-started_s=$SECONDS
+started_s=$SECONDS due_s=15
 while sleep 1; kill -0 $pip 2>/dev/null; do
     took_s=$((SECONDS - started_s))
-    if ((took_s % 15 == 0)); then echo "  ${took_s} s, $(du -sm "$venv" | cut -f1) MB installed"; fi
+    if ((took_s >= due_s)); then
+        echo "  ${took_s} s, $(du -sm "$venv" | cut -f1) MB installed"
+        due_s=$((took_s + 15))
+    fi
 done
 wait $pip
