@@ -5,11 +5,14 @@ A parent starts a child with two pipes and knows everything about it from them:
 - the status pipe carries one JSON line per report (progress, ready, failed); its end means the child is gone.
 
 So a child that dies is noticed at once by whoever polls the status pipe, and kill -9 of a parent takes its children, without
-signals, pid files or polling. SIGINT never reaches a child: a terminal sends it to the whole group, and the parent decides. It is
+pid files or polling. On Linux the kernel does it too (PR_SET_PDEATHSIG): it also reaches a child that is stopped, or stuck in
+native code, and would keep its ports. Its condition, that the thread which starts children lives on, is met: it is the parent's
+main one. SIGINT never reaches a child: a terminal sends it to the whole group, and the parent decides. It is
 blocked from the child's first instruction on (the mask is inherited), so that no handler installed later, and no import, meets it.
 """
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -26,6 +29,7 @@ from common.errors import StartupError
 STATUS_FD_VARIABLE = "PDSERVE_STATUS_FD"
 LENGTH_BYTES = 8
 PARENT_GONE_STATUS = 1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_REPORT_BYTES = 1 << 22  # a traceback is some KiB
 
 
@@ -63,6 +67,8 @@ def child_pipes() -> tuple[bytes, Reporter]:
         return b"", Reporter(None)
     os.set_inheritable(int(variable), False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     stdin = os.fdopen(os.dup(0), "rb", buffering=0)
     payload = _read_exactly(stdin.read, int.from_bytes(_read_exactly(stdin.read, LENGTH_BYTES), "big"))
 

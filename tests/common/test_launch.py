@@ -136,7 +136,8 @@ async def test_sigint_never_reaches_a_child() -> None:
     await worker.stop(WITHIN_S)
 
 
-async def test_kill_of_a_parent_takes_its_children() -> None:
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG"))])
+async def test_kill_of_a_parent_takes_its_children(stopped: bool) -> None:
     grandchild = program(f"import os; reporter.ready(pid=os.getpid())\n{WAIT}")
     parent = child(f"""
     import asyncio, os, sys
@@ -151,6 +152,8 @@ async def test_kill_of_a_parent_takes_its_children() -> None:
     pid = (await parent.wait_ready())["pid"]
     assert isinstance(pid, int)
     assert psutil.pid_exists(pid)
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
     parent.process.kill()
     await gone(pid)
 

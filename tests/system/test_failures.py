@@ -59,7 +59,9 @@ class Asked(threading.Thread):
                     self.text = "" if self.error else answer["choices"][0]["text"]
         except (httpx.TransportError, httpx.StreamError, OSError) as error:
             self.transport_error = error
-        self.ended_s = time.monotonic()
+        finally:
+            self.ended_s = time.monotonic()
+            self._client.close()
 
     def _read_events(self, response: httpx.Response) -> None:
         for line in response.iter_lines():
