@@ -25,8 +25,8 @@ from common.launch import Child, ChildDied, ending, python_argv
 
 RESTART_FIRST_S = 0.2  # a killed process comes back at once for a person; a crash loop is not worth more than a core's per mille
 RESTART_MAX_S = 10.0
-ROUTER_STOP_S = 1.0  # beyond --shutdown-timeout, then it is killed
-NODES_STOP_S = 4.0  # likewise, for the whole cluster: with the default timeout everything is gone in 9 s
+ROUTER_STOP_S = 2.0  # beyond --shutdown-timeout, then it is killed: it says last words to open streams and closes
+NODES_STOP_S = 4.5  # likewise, for the whole cluster: with the default timeout everything is gone in 9.5 s
 HURRY_S = 1.0  # from the second signal to SIGKILL
 READY_PROBE_S = 0.05
 READY_TIMEOUT_S = 30.0  # nodes are ready by then; the router needs one probe of each
