@@ -15,73 +15,11 @@ Arrays of the model are float32, or uint16 holding bfloat16 bit patterns.
 
 from typing import Any
 
-import numba.extending
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
+from numba import njit
 
-intrinsic: Any = numba.extending.intrinsic  # numba gives its decorators types that fit only Python callers
-# Polynomial of 2^f on [-0.5, 0.5], least relative error for degree 5: 2.4e-7 evaluated in float32
-C0, C1, C2, C3, C4, C5 = (
-    np.float32(c)
-    for c in (1.0000001192092896, 0.6931469440460205, 0.24022120237350464, 0.05550713464617729, 0.009675540961325169, 0.0013276460813358426)
-)
-LEAST_EXPONENT = np.float32(-126.0)  # of a normal float32: what is smaller counts as 2^-126
-
-
-I32, F32 = ir.IntType(32), ir.FloatType()
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _from_bits(context: Any, bits: Any) -> Any:
-    """uint32 -> the float32 of these bits."""
-    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(args[0], F32)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _rint(context: Any, x: Any) -> Any:
-    """float32 -> nearest whole float32. numba's own rounding is a call per element, which keeps a loop from being vectorised."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.call(builder.module.declare_intrinsic("llvm.rint", [F32]), args)
-
-    return types.float32(types.float32), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _widen(context: Any, x: Any) -> Any:
-    """A stored element as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if x == types.float32:
-            return args[0]
-        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
-
-    return types.float32(x), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _narrow(context: Any, x: Any, stored: Any) -> Any:
-    """float32 as an element of the type of `stored`; to bfloat16 rounded to nearest, ties to even."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if stored == types.float32:
-            return args[0]
-        bits = builder.bitcast(args[0], I32)
-        half = builder.add(I32(0x7FFF), builder.and_(builder.lshr(bits, I32(16)), I32(1)))
-        return builder.trunc(builder.lshr(builder.add(bits, half), I32(16)), ir.IntType(16))
-
-    return stored(types.float32, stored), generate
-
-
-@njit(nogil=True, fastmath=True, error_model="numpy", cache=True, inline="always")
-def _exp2(x: Any) -> Any:
-    """2^x for x <= 0."""
-    x = max(x, LEAST_EXPONENT)
-    whole = _rint(x)
-    f = x - whole
-    fraction = C0 + f * (C1 + f * (C2 + f * (C3 + f * (C4 + f * C5))))
-    return fraction * _from_bits(np.uint32((np.int32(whole) + np.int32(127)) << np.int32(23)))
+from common.attention.numba_decode import exp2
+from common.layers.cpu_ops import FAST, narrow, widen
 
 
 @njit(nogil=True, cache=True)
@@ -109,7 +47,16 @@ def group_queries(q: Any, out: Any) -> None:
                     out[kv_head, token * group + g, i] = q[token, kv_head * group + g, i]
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
+@njit(nogil=True, fastmath=True, cache=True)
+def _largest(row: Any) -> Any:
+    """Assumes numbers, which is what lets it be vectorised; a NaN elsewhere in the row still shows in the sum of weights."""
+    largest = np.float32(-np.inf)
+    for i in range(len(row)):
+        largest = max(largest, widen(row[i]))
+    return largest
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
 def masked_exp(scores: Any, group: int, first_visible: int, window: int, factor: float, sums: Any) -> None:
     """scores [KV, n * group, keys] become weights in place, their sums go to float32 [KV, n * group].
 
@@ -125,18 +72,15 @@ def masked_exp(scores: Any, group: int, first_visible: int, window: int, factor:
             row[:begin] = 0
             row[end:] = 0
             seen = row[begin:end]
-            largest = np.float32(-np.inf)
+            largest, total = _largest(seen), np.float32(0.0)
             for i in range(len(seen)):
-                largest = max(largest, _widen(seen[i]))
-            total = np.float32(0.0)
-            for i in range(len(seen)):
-                weight = _exp2((_widen(seen[i]) - largest) * scale)
-                seen[i] = _narrow(weight, seen[i])
+                weight = exp2((widen(seen[i]) - largest) * scale)
+                seen[i] = narrow(weight, seen[i])
                 total += weight
             sums[kv_head, r] = total
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
+@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
 def normalise(weighted: Any, sums: Any, out: Any) -> None:
     """weighted [KV, n * group, D] / sums [KV, n * group] -> out [n, H, D]."""
     num_kv_heads, num_rows, head_dim = weighted.shape
@@ -146,4 +90,4 @@ def normalise(weighted: Any, sums: Any, out: Any) -> None:
             source, target = weighted[kv_head, r], out[r // group, kv_head * group + r % group]
             inverse = np.float32(1.0) / sums[kv_head, r]
             for i in range(head_dim):
-                target[i] = _narrow(_widen(source[i]) * inverse, target[i])
+                target[i] = narrow(widen(source[i]) * inverse, target[i])

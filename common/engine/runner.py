@@ -1,7 +1,6 @@
 """The device's owner: weights, KV pool, attention backend, sampler. One thread uses it; a call returns when its tokens are on the host."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -71,8 +70,7 @@ class ModelRunner:
         self.device = torch.device(device)
         self._max_running_requests = max_running_requests
         budget_nbytes = int(free_nbytes(self.device) * mem_fraction)
-        has_kernels = find_spec("common.layers.cpu_ops") is not None and find_spec("common.attention.numba_decode") is not None
-        use_numba = attention_backend == "numba" or (attention_backend == "auto" and device == "cpu" and has_kernels)
+        use_numba = attention_backend == "numba" or (attention_backend == "auto" and device == "cpu")
         self.model = Decoder(self.model_config, self._make_ops(use_numba), self.dtype, self.device)
         load_weights(self.model, model_dir, lambda fraction: progress("loading weights", fraction))
         self.kv = self._make_pool(page_size, num_pages, budget_nbytes)
