@@ -147,7 +147,8 @@ class Cluster:
     def _say_ready(self, port: int, took_s: float) -> None:
         host = self._client_host()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        body = {"model": self.node.served_model_name or self.node.model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        body = {"model": self.node.served_model_name or self.node.model, "messages": messages, "temperature": 0}
         self.say(f"started in {took_s:.1f} s; stop with Ctrl-C; try:")
         self.say(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}")
         self.say(f"ready: {url}")
