@@ -122,3 +122,14 @@ def test_pool_fills_the_fraction_of_free_memory() -> None:
     assert runner.kv.page_nbytes == 2 * 3 * 2 * 16 * 16 * 4
     assert runner.kv.num_pages > 2
     assert runner.kv.nbytes == runner.kv.num_pages * runner.kv.page_nbytes
+
+
+def test_warmup_writes_only_the_padding_page_and_shows_progress() -> None:
+    seen: list[tuple[str, float]] = []
+    runner = ModelRunner(cached_checkpoint("llama"), num_pages=4, progress=lambda stage, fraction: seen.append((stage, fraction)))
+    runner.warmup()
+    assert not runner.kv.tensor[1:].any()
+    for stage in ("loading weights", "warming up"):
+        fractions = [fraction for name, fraction in seen if name == stage]
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1.0
