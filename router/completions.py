@@ -123,11 +123,12 @@ class CompletionProxy:
         deadline_s = exchange.deadline_s(self._config.request_timeout_s)
         model = self._pairing.model_of(head.model)
         headers = headers_to_node(exchange.headers, exchange.request_id, deadline_s)
-        prompt = Prompt(exchange.path, headers, body, head, num_prompts(head), model, _name_pair(exchange))
+        end_s = asyncio.get_running_loop().time() + deadline_s - time.time() + DEADLINE_GRACE_S
+        prompt = Prompt(exchange.path, headers, body, head, num_prompts(head), model, end_s, _name_pair(exchange))
         watcher = asyncio.ensure_future(exchange.wait_left())
         watcher.add_done_callback(lambda watch: None if watch.cancelled() else call.interrupt(ClientLeft()))
         try:
-            async with asyncio.timeout(deadline_s - time.time() + DEADLINE_GRACE_S):
+            async with asyncio.timeout_at(end_s):
                 answer = await self._dispatcher.answer(prompt)
                 complete = False
                 try:

@@ -4,7 +4,7 @@
       D's head comes              that is the answer; P may finish on its own, only its failure is counted
       P fails before that         D is cancelled (its connection closed); retry, or P's error
       D fails                     P is cancelled; retry, or D's error
-      nothing in time             the caller's timeout cancels both
+      nothing in time             TimeoutError
 
 A retry is another pair and another room, and only for what another pair may cure (LegFailed.retryable). When retries are used up
 the first cause is answered. Load is counted per leg: prefill's ends with the prefill reply, decode's with the stream.
@@ -19,7 +19,7 @@ import aiohttp
 from multidict import CIMultiDict
 
 from common.errors import RequestError
-from router.legs import LegFailed, NodeClient, broken, unreachable
+from router.legs import LegFailed, NodeClient, broken
 from router.metrics import RouterMetrics
 from router.nodes import Node
 from router.pairing import Pair, Pairing
@@ -38,6 +38,7 @@ class Prompt:
     head: Head
     num_prompts: int | None
     model: str | None
+    end_s: float  # of the running loop's clock: when nothing waits any longer
     chosen: Callable[[Pair], None]
 
 
@@ -69,7 +70,7 @@ class Dispatcher:
         self._legs: set[asyncio.Task[None] | asyncio.Task[aiohttp.ClientResponse]] = set()
 
     async def answer(self, prompt: Prompt) -> Answer:
-        """Raises LegFailed, or RequestError when there is no pair."""
+        """Raises LegFailed, RequestError when there is no pair, or TimeoutError."""
         first: LegFailed | None = None
         tried: set[Node] = set()
         for _ in range(1 + self._max_retries):
@@ -98,6 +99,8 @@ class Dispatcher:
         decode = asyncio.create_task(self._client.post(pair.decode, prompt.path, prompt.headers, body))
         for leg, node in ((prefill, pair.prefill), (decode, pair.decode)):
             self._watch(leg, node)
+        pair.prefill.begin(len(body))
+        prefill.add_done_callback(lambda _: pair.prefill.end(len(body)))
         pair.decode.begin(len(body))
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
@@ -115,20 +118,15 @@ class Dispatcher:
             raise
 
     async def _prefill(self, node: Node, prompt: Prompt, body: bytes) -> None:
-        node.begin(len(body))
-        try:
+        async with asyncio.timeout_at(prompt.end_s):  # its own: the stream may end before it
             reply = await self._client.post(node, prompt.path, prompt.headers, body)
             try:
                 while await reply.content.readany():
                     pass
-            except aiohttp.ClientPayloadError as error:
-                raise broken(node, f"its reply is cut short: {error}") from error
             except (aiohttp.ClientError, OSError) as error:
-                raise unreachable(node, error) from error
+                raise broken(node, f"its reply is cut short: {error}") from error
             finally:
                 reply.close()
-        finally:
-            node.end(len(body))
 
     def _watch(self, leg: "asyncio.Task[None] | asyncio.Task[aiohttp.ClientResponse]", node: Node) -> None:
         self._legs.add(leg)  # the loop itself keeps no task alive

@@ -11,13 +11,15 @@ import logging
 import aiohttp
 import msgspec
 
+from router.legs import read_whole
 from router.nodes import Node, NodeInfo, NodeTable
 
+INFO_PATHS = ("/server_info", "/get_server_info")  # the second: older SGLang
 MAX_INFO_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
-_decode_info = msgspec.json.Decoder(NodeInfo).decode
+_decode_info = msgspec.json.Decoder(NodeInfo, strict=False).decode
 
 
 class NotReady(Exception):
@@ -57,8 +59,9 @@ class Prober:
             self._failed(node, f"did not answer a probe within {self._timeout_s:g} s")
         except NotReady as error:
             self._failed(node, str(error))
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a reply that is no HTTP, in some forms
-            self._failed(node, f"cannot be reached: {error}")
+        except (aiohttp.ClientError, OSError, ValueError, OverflowError) as error:  # ValueError: a reply that is no HTTP, in some forms
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            self._failed(node, f"cannot be reached: {cause}")
         else:
             if node.probe_succeeded(info, num_blames):
                 log.info("%s node %s is usable", node.leg, node.url)
@@ -73,13 +76,19 @@ class Prober:
             status = await self._status(url, "/health")
         if status != 200:
             raise NotReady(f"is not ready (it answers {status})")
-        async with self._session.get(url + "/server_info") as reply:
-            body = await reply.content.read(MAX_INFO_BYTES) if reply.status == 200 else b"{}"
         try:
-            return _decode_info(body)
+            return _decode_info(await self._info(url))
         except msgspec.DecodeError as error:
             log.debug("%s/server_info cannot be used: %s", url, error)
             return NodeInfo()
+
+    async def _info(self, url: str) -> bytes:
+        for path in INFO_PATHS:
+            async with self._session.get(url + path) as reply:
+                if reply.status == 200:
+                    return await read_whole(reply, MAX_INFO_BYTES)
+                await reply.read()
+        return b"{}"
 
     async def _status(self, url: str, path: str) -> int:
         async with self._session.get(url + path) as reply:

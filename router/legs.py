@@ -131,7 +131,12 @@ async def read_whole(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 
 def unreachable(node: Node, error: BaseException) -> LegFailed:
-    text = "no connection in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+    if isinstance(error, TimeoutError):
+        text = "no connection in time"
+    elif isinstance(error, aiohttp.ClientConnectorError):
+        text = error.os_error.strerror or str(error.os_error)
+    else:
+        text = str(error) or type(error).__name__
     failure = Failure(503, f"{node.leg} node {node.url} cannot be reached: {text}", code="node_unreachable", stage="router", retry_after_s=1.0)
     node.blame(f"failed a request: {text}")
     return LegFailed(node, failure, retryable=True)
@@ -147,7 +152,8 @@ def headers_to_node(headers: Sequence[tuple[bytes, bytes]], request_id: bytes, d
     passed: CIMultiDict[str] = CIMultiDict()
     for key, value in headers:
         if key not in NOT_TO_NODE and key not in named:
-            passed.add(key.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+            passed.add(key.decode("latin-1"), value.decode(errors="replace"))
+    passed.setdefault("content-type", "application/json")
     passed["x-request-id"] = request_id.decode()
     passed[DEADLINE_HEADER.decode()] = f"{deadline_s:.3f}"
     return passed

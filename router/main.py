@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 from dataclasses import dataclass, field
@@ -43,12 +44,19 @@ def run_router(config: RouterConfig) -> int:
     try:
         with bind(config.host, config.port) as listener:
             configure_logs(config.log_level, f"router:{listener.getsockname()[1]}")
+            _raise_file_limit()
             gc.freeze()  # what is imported lives for ever and need not be visited by collections
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(Router(config, listener, reporter, supervised).run())
+                return runner.run(Router(config, listener, reporter, supervised, NodeTable.of(config)).run())
     except StartupError as error:
         reporter.failed(str(error), startup=True)
         raise
+
+
+def _raise_file_limit() -> None:
+    """To what the system grants: a request holds three sockets, and the usual limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @dataclass(slots=True)
@@ -57,12 +65,13 @@ class Router:
     listener: socket.socket
     reporter: Reporter
     supervised: bool
+    nodes: NodeTable
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> int:
         self._watch_signals()
-        nodes = NodeTable.of(self.config)
+        nodes = self.nodes
         pairing = Pairing(nodes, POLICIES[self.config.policy])
         client = NodeClient(self.config.connect_timeout_s)
         proxy = CompletionProxy(self.config, pairing, client, CollectorRegistry())
