@@ -1,112 +1,133 @@
 """Attention of one query token a request over paged K and V, in place: each is read once and serves all query heads of its KV head.
 
-The softmax runs online, a page at a time, so that an exponential and a rescaling of the sums is paid once a page and head:
+The softmax runs online, a tile of TILE positions at a time, so that exponentials are vectors and sums are rescaled once a tile:
 
-    scores = q K^T of the page;  largest' = max(largest, scores);  decay = 2^(largest - largest')
+    scores = q K^T of the tile;  largest' = max(largest, scores);  decay = 2^(largest - largest')
     weights = 2^(scores - largest');  total = total * decay + sum(weights);  out = out * decay + weights V
 
 Everything in float32, log2(e) folded into q. Dao et al. 2022 (FlashAttention) name the recurrence, Kwon et al. 2023 the pages.
+The two products are written as LLVM vectors (score, accumulate): a loop over a head_dim known only at run time, which numba would
+vectorise itself, pays more for its ends and its sums across lanes than for the multiplications.
+A head's width is padded to whole vectors; where that changes it, the tile is first copied to padded rows.
 """
 
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
-from common.layers.cpu_ops import F32, FAST, I32, intrinsic, narrow, widen
+from common.attention.numba_vectors import LANES, TILE, accumulate, score
+from common.layers.cpu_ops import FAST, exp2, narrow, widen
 
 LOG2_E = 1.4426950408889634
-# Polynomial of 2^f on [-0.5, 0.5], least relative error for degree 5: 2.4e-7 evaluated in float32
-C0, C1, C2, C3, C4, C5 = (
-    np.float32(c)
-    for c in (1.0000001192092896, 0.6931469440460205, 0.24022120237350464, 0.05550713464617729, 0.009675540961325169, 0.0013276460813358426)
-)
-LEAST_EXPONENT = np.float32(-126.0)  # of a normal float32: what is smaller counts as 2^-126
+STRIP = 4  # query heads whose sums stay in registers together
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _from_bits(context: Any, bits: Any) -> Any:
-    """int32 -> the float32 of these bits."""
-    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], F32)
+@njit(nogil=True, cache=True)
+def _locate(pages: Any, first: int, count: int, page_stride: int, head_begin: int, page_size: int, head_dim: int, rows: Any) -> None:
+    """Where K of positions [first, first + count) begins in the pool -> rows; the last is repeated thrice, score() works in fours."""
+    for i in range(count):
+        position = np.uint64(first + i)
+        page, offset = position // np.uint64(page_size), position % np.uint64(page_size)
+        rows[i] = pages[page] * page_stride + head_begin + np.int64(offset) * head_dim
+    rows[count : count + 3] = rows[count - 1]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _round(context: Any, x: Any) -> Any:
-    """float32 -> nearest int32; of a NaN, anything."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fptosi(builder.call(builder.module.declare_intrinsic("llvm.rint", [F32]), args), I32)
-
-    return types.int32(types.float32), generate
-
-
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True, inline="always")
-def exp2(x: Any) -> Any:
-    """2^x for x <= 0, NaN for NaN."""
-    x = LEAST_EXPONENT if x < LEAST_EXPONENT else x
-    whole = _round(x)
-    f = x - np.float32(whole)
-    fraction = C0 + f * (C1 + f * (C2 + f * (C3 + f * (C4 + f * C5))))
-    return fraction * _from_bits(np.int32((whole + np.int32(127)) << np.int32(23)))
+@njit(nogil=True, cache=True)
+def _pad(memory: Any, rows: Any, count: int, v_begin: int, head_dim: int, padded: Any, width: int) -> None:
+    """Copy the tile's K rows, then its V rows, to `padded` at a stride of `width`; rows then point there."""
+    for i in range(count):
+        source, target = rows[i], i * width
+        padded[target : target + head_dim] = memory[source : source + head_dim]
+        source, target = source + v_begin, target + TILE * width
+        padded[target : target + head_dim] = memory[source : source + head_dim]
+        rows[i] = i * width
+    rows[count : count + 3] = rows[count - 1]
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
-def _attend_page(q: Any, k: Any, v: Any, begin: int, end: int, scores: Any, state: Any, acc: Any) -> None:
-    """Fold positions [begin, end) of a page, k and v [page_size, D], into state [group, 2] (largest, total) and acc [group, D].
+def _weigh(scores: Any, count: int, largest: Any, decay: Any, total: Any) -> None:
+    """scores [n, TILE] become weights below largest [n]; total [n], that was weighed below decay's exponent, takes their sum."""
+    for g in range(len(largest)):
+        added = np.float32(0.0)
+        for i in range(count):
+            weight = exp2(scores[g, i] - largest[g])
+            scores[g, i] = weight
+            added += weight
+        total[g] = total[g] * decay[g] + added
 
-    q: float32 [group, D]. scores: float32 [group, page_size], overwritten.
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
+def _attend_tile(q: Any, memory: Any, rows: Any, count: int, v_begin: int, scores: Any, largest: Any, decay: Any, total: Any, acc: Any) -> None:
+    """Fold the tile's `count` positions into the heads of one strip: largest, total [n], acc [n, width].
+
+    q: float32 [n, width]. K of position i is memory[rows[i] : rows[i] + width], V lies v_begin further.
+    scores [n, TILE], decay [n]: scratch.
     """
-    group, head_dim = q.shape
-    for offset in range(begin, end):
-        for g in range(group):
-            score = np.float32(0.0)
-            for i in range(head_dim):
-                score += q[g, i] * widen(k[offset, i])
-            scores[g, offset] = score
-    for g in range(group):
-        largest = state[g, 0]
-        for offset in range(begin, end):
-            largest = scores[g, offset] if scores[g, offset] > largest else largest
-        decay, total = exp2(state[g, 0] - largest), np.float32(0.0)
-        for offset in range(begin, end):
-            weight = exp2(scores[g, offset] - largest)
-            scores[g, offset] = weight
-            total += weight
-        state[g, 0], state[g, 1] = largest, state[g, 1] * decay + total
-        for i in range(head_dim):
-            acc[g, i] *= decay
-        for offset in range(begin, end):
-            weight = scores[g, offset]
-            for i in range(head_dim):
-                acc[g, i] += weight * widen(v[offset, i])
+    num, width = q.shape
+    for g in range(num):
+        decay[g] = largest[g]
+    if num == 4:
+        score(4, q, width, memory, rows, count, scores, largest)
+    elif num == 3:
+        score(3, q, width, memory, rows, count, scores, largest)
+    elif num == 2:
+        score(2, q, width, memory, rows, count, scores, largest)
+    else:
+        score(1, q, width, memory, rows, count, scores, largest)
+    for g in range(num):
+        decay[g] = exp2(decay[g] - largest[g])
+    _weigh(scores, count, largest, decay, total)
+    if num == 4:
+        accumulate(4, scores, memory, rows, count, v_begin, width, decay, acc)
+    elif num == 3:
+        accumulate(3, scores, memory, rows, count, v_begin, width, decay, acc)
+    elif num == 2:
+        accumulate(2, scores, memory, rows, count, v_begin, width, decay, acc)
+    else:
+        accumulate(1, scores, memory, rows, count, v_begin, width, decay, acc)
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
 def paged_decode_attention(q: Any, pool: Any, layer: int, page_table: Any, context_lens: Any, window: int, scale: float, out: Any) -> None:
     """q [B, H, D] -> out [B, H, D], over the last `window` (0: all) of each row's context_lens [B] tokens; a row without any gets zeros.
 
-    pool [page, KV, layer, 2, page_size, D]. page_table int32 [B, max_pages].
+    pool [page, KV, layer, 2, page_size, D]. page_table int32 [B, max_pages]. All arrays contiguous.
     """
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, page_size = pool.shape[1], pool.shape[4]
+    _, num_kv_heads, num_layers, _, page_size, _ = pool.shape
     group = num_heads // num_kv_heads
+    width = (head_dim + LANES - 1) // LANES * LANES
+    layer_stride = 2 * page_size * head_dim
+    head_stride = num_layers * layer_stride
     factor = np.float32(scale * LOG2_E)
-    wide_q, acc = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
-    scores, state = np.empty((group, page_size), np.float32), np.empty((group, 2), np.float32)
+    memory = pool.reshape(-1)
+    wide_q, acc = np.zeros((group, width), np.float32), np.empty((group, width), np.float32)
+    scores, sums = np.empty((STRIP, TILE), np.float32), np.empty((3, group), np.float32)
+    largest, decay, total = sums[0], sums[1], sums[2]
+    rows = np.empty(TILE + 3, np.int64)
+    padded = np.zeros(2 * TILE * width if width != head_dim else 0, pool.dtype)
     for row in range(num_rows):
-        context = context_lens[row]
+        context: Any = np.int64(context_lens[row])
         first = max(0, context - window) if window > 0 else 0
         for kv_head in range(num_kv_heads):
-            heads, outs = q[row, kv_head * group : (kv_head + 1) * group], out[row, kv_head * group : (kv_head + 1) * group]
+            heads = q[row, kv_head * group : (kv_head + 1) * group]
             for g in range(group):
-                state[g, 0], state[g, 1] = -np.inf, 0.0
                 for i in range(head_dim):
-                    wide_q[g, i], acc[g, i] = widen(heads[g, i]) * factor, 0.0
-            for n in range(first // page_size, (context + page_size - 1) // page_size):
-                page = pool[page_table[row, n], kv_head, layer]
-                begin, end = max(first - n * page_size, 0), min(context - n * page_size, page_size)
-                _attend_page(wide_q, page[0], page[1], begin, end, scores, state, acc)
+                    wide_q[g, i] = widen(heads[g, i]) * factor
+            acc[:], largest[:], total[:] = 0.0, -np.inf, 0.0
+            for tile in range(first, context, TILE):
+                count = min(TILE, context - tile)
+                head_begin = kv_head * head_stride + layer * layer_stride
+                _locate(page_table[row], tile, count, num_kv_heads * head_stride, head_begin, page_size, head_dim, rows)
+                source, v_begin = memory, page_size * head_dim
+                if width != head_dim:
+                    _pad(memory, rows, count, v_begin, head_dim, padded, width)
+                    source, v_begin = padded, TILE * width
+                for g in range(0, group, STRIP):
+                    s = slice(g, min(g + STRIP, group))
+                    _attend_tile(wide_q[s], source, rows, count, v_begin, scores, largest[s], decay[s], total[s], acc[s])
             for g in range(group):
-                inverse = np.float32(1.0) / state[g, 1] if context > 0 else np.float32(0.0)
+                inverse = np.float32(1.0) / total[g] if context > 0 else np.float32(0.0)
                 for i in range(head_dim):
-                    outs[g, i] = narrow(acc[g, i] * inverse, outs[g, i])
+                    out[row, kv_head * group + g, i] = narrow(acc[g, i] * inverse, out[row, 0, i])

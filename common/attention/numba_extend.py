@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from common.attention.numba_decode import exp2
-from common.layers.cpu_ops import FAST, narrow, widen
+from common.layers.cpu_ops import FAST, exp2, narrow, widen
 
 
 @njit(nogil=True, cache=True)

@@ -14,6 +14,13 @@ from numba import njit, types
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # without nnan and ninf: non-finite values must come out again
 I16, I32, F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 intrinsic: Any = numba.extending.intrinsic  # numba gives its decorators types that fit only Python callers
+# Polynomial of 2^f on [-0.5, 0.5], least relative error for degree 5: 2.4e-7 evaluated in float32
+C0, C1, C2, C3, C4, C5 = (
+    np.float32(c)
+    for c in (1.0000001192092896, 0.6931469440460205, 0.24022120237350464, 0.05550713464617729, 0.009675540961325169, 0.0013276460813358426)
+)
+MINUS_LOG2_E = np.float32(-1.4426950408889634)
+LEAST_EXPONENT = np.float32(-126.0)  # of a normal float32
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -43,6 +50,33 @@ def narrow(context: Any, x: Any, stored: Any) -> Any:
         return builder.trunc(builder.select(is_nan, quiet, rounded), I16)
 
     return stored(types.float32, stored), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _from_bits(context: Any, bits: Any) -> Any:
+    """int32 -> the float32 of these bits."""
+    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], F32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _round(context: Any, x: Any) -> Any:
+    """float32 -> nearest int32; of a NaN, anything."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fptosi(builder.call(builder.module.declare_intrinsic("llvm.rint", [F32]), args), I32)
+
+    return types.int32(types.float32), generate
+
+
+@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True, inline="always")
+def exp2(x: Any) -> Any:
+    """2^x, NaN for NaN; beyond the normal float32 the nearest of them."""
+    x = LEAST_EXPONENT if x < LEAST_EXPONENT else x
+    x = -LEAST_EXPONENT if x > -LEAST_EXPONENT else x
+    whole = _round(x)
+    f = x - np.float32(whole)
+    fraction = C0 + f * (C1 + f * (C2 + f * (C3 + f * (C4 + f * C5))))
+    return fraction * _from_bits(np.int32((whole + np.int32(127)) << np.int32(23)))
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
@@ -80,7 +114,7 @@ def silu_mul(gate_up: Any, out: Any) -> None:
     for t in range(num_rows):
         for i in range(size):
             gate, up = widen(gate_up[t, i]), widen(gate_up[t, size + i])
-            out[t, i] = narrow(gate / (np.float32(1.0) + np.exp(-gate)) * up, out[t, i])
+            out[t, i] = narrow(gate / (np.float32(1.0) + exp2(gate * MINUS_LOG2_E)) * up, out[t, i])
 
 
 @njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)

@@ -1,0 +1,157 @@
+"""The vector steps of decode attention, written in LLVM's vectors of LANES float32: scores of a tile, weighted sums of a tile.
+
+numba knows no vector type, so each step is one intrinsic that generates its loops. LLVM splits the vectors for a machine that has
+shorter ones. `heads` is a literal 1 to 4: as many sums then live in registers. Arrays are contiguous and indices trusted.
+"""
+
+from itertools import chain
+from typing import Any
+
+import numba.core.cgutils
+from llvmlite import ir
+from numba import types
+
+from common.layers.cpu_ops import F32, I32, intrinsic
+
+cgutils: Any = numba.core.cgutils  # as its decorators, without types
+
+TILE = 64  # positions
+LANES = 16
+UNROLL = 4  # positions scored together: they share the loads of q, and their sums across lanes are taken in one
+BLOCK = 2 * LANES  # elements of V per pass over a tile: enough independent sums to hide the latency of an addition
+VECTOR, FOUR = ir.VectorType(F32, LANES), ir.VectorType(F32, UNROLL)
+
+
+class _Memory:
+    """An array argument of an intrinsic: vectors and elements at a flat index."""
+
+    def __init__(self, context: Any, builder: Any, array_type: Any, value: Any) -> None:
+        assert array_type.layout == "C", f"{array_type} is not contiguous"
+        self._builder, self._nbytes = builder, array_type.dtype.bitwidth // 8
+        self._element = context.get_data_type(array_type.dtype)
+        self._data = context.make_array(array_type)(context, builder, value).data
+
+    def _at(self, index: Any) -> Any:
+        return self._builder.gep(self._data, [index])
+
+    def element(self, index: Any) -> Any:
+        return self._builder.load(self._at(index))
+
+    def set_element(self, index: Any, value: Any) -> None:
+        self._builder.store(value, self._at(index))
+
+    def vector(self, index: Any) -> Any:
+        """LANES elements as float32."""
+        stored = ir.VectorType(self._element, LANES)
+        loaded = self._builder.load(self._builder.bitcast(self._at(index), stored.as_pointer()), align=self._nbytes)
+        if self._element == F32:
+            return loaded
+        wide = ir.VectorType(I32, LANES)
+        return self._builder.bitcast(self._builder.shl(self._builder.zext(loaded, wide), ir.Constant(wide, [16] * LANES)), VECTOR)
+
+    def set_vector(self, index: Any, value: Any) -> None:
+        self._builder.store(value, self._builder.bitcast(self._at(index), value.type.as_pointer()), align=self._nbytes)
+
+
+def _splat(builder: Any, value: Any, vector: Any) -> Any:
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def _add_product(builder: Any, a: Any, b: Any, to: Any) -> None:
+    """*to += a * b"""
+    multiply_add = cgutils.get_or_insert_function(builder.module, ir.FunctionType(VECTOR, [VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32")
+    builder.store(builder.call(multiply_add, [a, b, builder.load(to)]), to)
+
+
+def _sums_of_four(builder: Any, vectors: list[Any]) -> Any:
+    """The sum across each of four vectors. Neighbours are added within quarters, which is cheap, until a quarter holds all four."""
+
+    def add_neighbours(a: Any, b: Any) -> Any:
+        even = [quarter + lane + source for quarter in range(0, LANES, 4) for source in (0, LANES) for lane in (0, 2)]
+        return builder.fadd(_shuffle(builder, a, b, even), _shuffle(builder, a, b, [lane + 1 for lane in even]))
+
+    a, b, c, d = vectors
+    sums = add_neighbours(add_neighbours(a, b), add_neighbours(c, d))
+    for half in (LANES // 2, LANES // 4):
+        sums = builder.fadd(*(_shuffle(builder, sums, sums, list(range(begin, begin + half))) for begin in (0, half)))
+    return sums
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def score(context: Any, heads: Any, q: Any, width: Any, memory: Any, rows: Any, count: Any, scores: Any, largest: Any) -> Any:
+    """q [heads, width] times the K rows memory[rows[i] : + width], i < count (rounded up to fours) -> scores [heads, TILE];
+    largest [heads] rises to the largest of them. A NaN is never the largest."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        q_, memory_, rows_, scores_, largest_ = (_Memory(context, builder, signature.args[n], args[n]) for n in (1, 3, 4, 6, 7))
+        width, count, I64 = args[2], args[5], args[2].type
+        four, lanes, numbers = I64(UNROLL), I64(LANES), range(heads.literal_value)
+        sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(UNROLL)] for _ in numbers]
+        maxima = [cgutils.alloca_once_value(builder, _splat(builder, largest_.element(I64(g)), FOUR)) for g in numbers]
+        with cgutils.for_range_slice(builder, I64(0), count, four, I64) as (position, _):
+            keys = [rows_.element(builder.add(position, I64(j))) for j in range(UNROLL)]
+            for sum_ in chain(*sums):
+                builder.store(ir.Constant(VECTOR, None), sum_)
+            with cgutils.for_range_slice(builder, I64(0), width, lanes, I64) as (i, _):
+                k = [memory_.vector(builder.add(key, i)) for key in keys]
+                for g in numbers:
+                    q_vector = q_.vector(builder.add(builder.mul(width, I64(g)), i))
+                    for j in range(UNROLL):
+                        _add_product(builder, q_vector, k[j], sums[g][j])
+            for g in numbers:
+                found = _sums_of_four(builder, [builder.load(sum_) for sum_ in sums[g]])
+                scores_.set_vector(builder.add(position, I64(g * TILE)), found)
+                builder.store(_larger(builder, found, builder.load(maxima[g])), maxima[g])
+        for g in numbers:
+            four_maxima = builder.load(maxima[g])
+            a, b, c, d = (builder.extract_element(four_maxima, I32(j)) for j in range(UNROLL))
+            largest_.set_element(I64(g), _larger(builder, _larger(builder, a, b), _larger(builder, c, d)))
+        return context.get_dummy_value()
+
+    return types.void(heads, q, types.intp, memory, rows, types.intp, scores, largest), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def accumulate(context: Any, heads: Any, weights: Any, memory: Any, rows: Any, count: Any, v_begin: Any, width: Any, decay: Any, acc: Any) -> Any:
+    """acc [heads, width] = acc * decay [heads] + weights [heads, TILE] times the V rows memory[rows[i] + v_begin : + width], i < count."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weights_, memory_, rows_, decay_, acc_ = (_Memory(context, builder, signature.args[n], args[n]) for n in (1, 2, 3, 7, 8))
+        count, v_begin, width = args[4], args[5], args[6]
+        I64, numbers = width.type, range(heads.literal_value)
+
+        def fold(begin: Any, num_vectors: int) -> None:
+            sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(num_vectors)] for _ in numbers]
+            places = [[builder.add(builder.mul(width, I64(g)), builder.add(begin, I64(n * LANES))) for n in range(num_vectors)] for g in numbers]
+            for g in numbers:
+                decay_vector = _splat(builder, decay_.element(I64(g)), VECTOR)
+                for place, sum_ in zip(places[g], sums[g], strict=True):
+                    builder.store(builder.fmul(acc_.vector(place), decay_vector), sum_)
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                value = builder.add(builder.add(rows_.element(loop.index), v_begin), begin)
+                v = [memory_.vector(builder.add(value, I64(n * LANES))) for n in range(num_vectors)]
+                for g in numbers:
+                    weight = _splat(builder, weights_.element(builder.add(loop.index, I64(g * TILE))), VECTOR)
+                    for n in range(num_vectors):
+                        _add_product(builder, weight, v[n], sums[g][n])
+            for g in numbers:
+                for place, sum_ in zip(places[g], sums[g], strict=True):
+                    acc_.set_vector(place, builder.load(sum_))
+
+        whole = builder.mul(builder.udiv(width, I64(BLOCK)), I64(BLOCK))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(BLOCK), I64) as (begin, _):
+            fold(begin, BLOCK // LANES)
+        with builder.if_then(builder.icmp_unsigned("<", whole, width)):
+            fold(whole, 1)
+        return context.get_dummy_value()
+
+    return types.void(heads, weights, memory, rows, types.intp, types.intp, types.intp, decay, acc), generate
