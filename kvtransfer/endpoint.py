@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN = Failure(503, "the node is shutting down", code="shutting_down", stage="transfer")
 JOIN_TIMEOUT_S = 5.0
-PROBE_AFTER_S = 0.02  # a connection's end is announced a moment before its route is gone
+END_SETTLES_S = 0.02  # ZMQ announces a connection's end a moment before its route is gone (P), and before its last frames are here (D)
 
 Command = Callable[[float], None]  # takes the time
 
@@ -270,7 +270,7 @@ class PrefillEndpoint(Endpoint):
         for route, frame, observed_host in self._wire.frames():
             self._sender.on_frame(route, frame, observed_host, now_s)
         if self._wire.some_disconnected():
-            self._probe_at_s = now_s + PROBE_AFTER_S
+            self._probe_at_s = now_s + END_SETTLES_S
         if self._probe_at_s <= now_s:
             self._probe_at_s = math.inf
             self._sender.links.probe()
@@ -293,6 +293,7 @@ class DecodeEndpoint(Endpoint):
         context: ZmqContext = zmq.Context()
         self._wire = DealerWire(context)
         self._receiver = Receiver(settings, new_incarnation(), self._wire, backend)
+        self._ended: list[tuple[float, int, str]] = []  # when to act on it, link, reason
         super().__init__(settings, backend, self._receiver, context)
         self._thread.start()
 
@@ -321,11 +322,15 @@ class DecodeEndpoint(Endpoint):
         self._call(room, partial(self._receiver.abort, room, failure))
 
     def _receive(self, now_s: float) -> None:
-        disconnected = self._wire.disconnected()
+        self._ended += [(now_s + END_SETTLES_S, link, reason) for link, reason in self._wire.disconnected()]
         for link, frame in self._wire.frames():
             self._receiver.on_frame(link, frame, now_s)
-        for link, reason in disconnected:
+        while self._ended and self._ended[0][0] <= now_s:
+            _, link, reason = self._ended.pop(0)
             self._receiver.on_disconnected(link, reason, now_s)
+
+    def _next_due_s(self) -> float:
+        return min(self._ended[0][0] if self._ended else math.inf, super()._next_due_s())
 
     def _sockets(self) -> list[ZmqSocket]:
         return self._wire.sockets

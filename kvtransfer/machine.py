@@ -30,9 +30,6 @@ class Table(Generic[S, E]):
         except KeyError:
             raise IllegalTransition(f"{self.name}: {event.name} may not happen in {state.name}") from None
 
-    def permits(self, state: S, event: E) -> bool:
-        return (state, event) in self.transitions
-
 
 def from_each(states: Iterable[S], event: E, target: S) -> dict[tuple[S, E], S]:
     """Rows of a table: `event` leads from each of `states` to `target`."""

@@ -11,7 +11,6 @@ P cannot write any more. A P that goes on without ever answering a Cancel costs 
 """
 
 import enum
-import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -25,8 +24,6 @@ from kvtransfer.protocol import Cancel, Closed, Offer, pack_pages
 from kvtransfer.protocol import FirstToken as FirstTokenMessage
 from kvtransfer.settings import TransferSettings
 from kvtransfer.timers import Timers
-
-logger = logging.getLogger(__name__)
 
 
 class ReceiverState(enum.Enum):
@@ -240,9 +237,7 @@ class Receiver:
             self._end(room, PagesReturned(room.room))
             return
         assert room.peer is not None
-        self.links.send(
-            room.peer, Cancel(room=room.room, attempt=room.attempt, sender=self.incarnation, receiver=room.peer, failure=failure)
-        )
+        self.links.send(room.peer, Cancel(room=room.room, attempt=room.attempt, sender=self.incarnation, receiver=room.peer, failure=failure))
         self._timers.set(room.room, now_s + self._settings.stuck_timeout_s)
 
     def _on_timer(self, room: Room, now_s: float) -> None:

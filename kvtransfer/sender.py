@@ -1,12 +1,4 @@
-"""P's side of a transfer: rooms in which a request and an offer meet, and what is owed to both.
-
-    AWAIT_OFFER  the request is here, D's offer is not
-    PARKED       the offer is here, the request is not; bounded, and expires
-    WAITING      both are here (OfferJoined); nothing computed yet
-    COMPUTING    pages are written as they are handed over
-    SENDING      finish(): all handed over, writes outstanding
-    DRAINING     given up, for whatever cause; writes outstanding
-    CLOSED       forgotten, but for the memory that refuses a late duplicate
+"""P's side of a transfer: rooms in which a request and an offer meet (sender_room.py has their states), and what is owed to both.
 
 What is owed. To D: exactly one Closed per Offer, when no write of the room is outstanding (R3); none to a D that is lost: it knows,
 and fences. To the scheduler, for a room it expected: Delivered, or RoomFailed (unless it gave the room up itself) and PagesReturned.
@@ -16,113 +8,37 @@ completions are certain after a disconnect.
 An offer that nobody has asked for parks and creates nothing else. Messages about offers that are not held are answered REFUSED.
 """
 
-import enum
-import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.errors import Failure, deadline_exceeded
 from kvtransfer.backend import PageIds, PeerId, PeerUnknown, Ticket, TransferBackend
 from kvtransfer.events import Delivered, Event, OfferJoined, PagesReturned, RoomFailed
 from kvtransfer.link import AcceptWire, PeerLost, peer_lost
 from kvtransfer.link_accept import AcceptedLinks
-from kvtransfer.machine import IllegalTransition, Machine, Table, from_each
+from kvtransfer.machine import IllegalTransition
 from kvtransfer.protocol import Cancel, Closed, ClosedStatus, FirstToken, Offer, num_pages_of, unpack_pages
+from kvtransfer.sender_room import (
+    SENDER_TABLE,
+    STAGE,
+    Ended,
+    HeldOffer,
+    OfferId,
+    Prompt,
+    Room,
+    SenderEvent,
+    duplicate_room,
+    prompt_mismatch,
+    write_failed,
+)
+from kvtransfer.sender_room import SenderEvent as E
+from kvtransfer.sender_room import SenderState as S
 from kvtransfer.settings import TransferSettings
 from kvtransfer.timers import Timers
 
-logger = logging.getLogger(__name__)
-
 MAX_ENDED = 8192  # rooms remembered after their end: minutes of them at tens of requests a second
-
-OfferId = tuple[PeerId, int]  # the D process, and its number of the offer
-
-
-class SenderState(enum.Enum):
-    NEW = enum.auto()
-    AWAIT_OFFER = enum.auto()
-    PARKED = enum.auto()
-    WAITING = enum.auto()
-    COMPUTING = enum.auto()
-    SENDING = enum.auto()
-    DRAINING = enum.auto()
-    CLOSED = enum.auto()
-
-
-class SenderEvent(enum.Enum):
-    EXPECT = enum.auto()
-    OFFER = enum.auto()
-    PAGES = enum.auto()
-    TOKEN = enum.auto()
-    FINISH = enum.auto()
-    FAIL = enum.auto()
-    DRAINED = enum.auto()
-
-
-S, E = SenderState, SenderEvent
-SENDER_TABLE = Table(
-    "room on the prefill node",
-    {
-        (S.NEW, E.EXPECT): S.AWAIT_OFFER,
-        (S.NEW, E.OFFER): S.PARKED,
-        (S.AWAIT_OFFER, E.OFFER): S.WAITING,
-        (S.PARKED, E.EXPECT): S.WAITING,
-        (S.WAITING, E.PAGES): S.COMPUTING,
-        (S.WAITING, E.TOKEN): S.COMPUTING,
-        (S.COMPUTING, E.PAGES): S.COMPUTING,
-        (S.COMPUTING, E.TOKEN): S.COMPUTING,
-        (S.COMPUTING, E.FINISH): S.SENDING,
-        (S.SENDING, E.DRAINED): S.CLOSED,
-        **from_each((S.AWAIT_OFFER, S.PARKED, S.WAITING, S.COMPUTING, S.SENDING, S.DRAINING), E.FAIL, S.DRAINING),
-        **{(S.DRAINING, late): S.DRAINING for late in (E.PAGES, E.TOKEN, E.FINISH)},  # the scheduler does not know yet
-        (S.DRAINING, E.DRAINED): S.CLOSED,
-    },
-)
-STAGE = {S.WAITING: "queue", S.COMPUTING: "prefill"}  # where a deadline strikes; elsewhere "transfer"
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What request and offer must agree on."""
-
-    num_tokens: int
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOffer:
-    id: OfferId
-    prompt: Prompt
-    decode_prefix_pages: int
-    dst_pages: PageIds
-    deadline_s: float
-
-
-@dataclass(slots=True)
-class Room:
-    room: int
-    machine: Machine[SenderState, SenderEvent] = field(default_factory=lambda: Machine(SENDER_TABLE, S.NEW))
-    request: Prompt | None = None
-    request_deadline_s: float = 0.0
-    offer: HeldOffer | None = None
-    handed_over: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))  # of the offer's pages
-    token_sent: bool = False
-    num_outstanding: int = 0
-    failure: Failure | None = None  # the first cause
-    status: ClosedStatus = "DELIVERED"
-    peer_gone: bool = False
-
-
-@dataclass(slots=True)
-class Ended:
-    """A room that is over. `failure`: what a latecomer is told; None once both sides have met."""
-
-    offer_id: OfferId | None
-    failure: Failure | None
 
 
 class Sender:
@@ -148,7 +64,7 @@ class Sender:
 
     def expect(self, room_id: int, num_prompt_tokens: int, prompt_digest: bytes, deadline_s: float, now_s: float) -> None:
         if ended := self._ended.get(room_id):
-            failure, ended.failure = ended.failure or _duplicate(room_id), None
+            failure, ended.failure = ended.failure or duplicate_room(room_id), None
             self.events += [RoomFailed(room_id, failure), PagesReturned(room_id)]
             return
         room = self._rooms.get(room_id) or Room(room_id)
@@ -188,9 +104,7 @@ class Sender:
         peer, attempt = room.offer.id
         self.links.send(
             peer,
-            FirstToken(
-                room=room_id, attempt=attempt, sender=self.incarnation, receiver=peer, token_id=token_id, num_cached_tokens=num_cached_tokens
-            ),
+            FirstToken(room=room_id, attempt=attempt, sender=self.incarnation, receiver=peer, token_id=token_id, num_cached_tokens=num_cached_tokens),
         )
 
     def finish(self, room_id: int, now_s: float) -> None:
@@ -241,7 +155,7 @@ class Sender:
                 self._totals["bytes_written"] += num_pages * self._settings.compat.page_nbytes
                 self._close_if_drained(room)
             else:
-                self._fail(room, _write_failed(completion.error), now_s)
+                self._fail(room, write_failed(completion.error), now_s)
 
     def tick(self, now_s: float) -> None:
         """Timers, then what they and the inputs did to the links."""
@@ -269,11 +183,11 @@ class Sender:
             return None  # the same message again: its Closed is owed or was sent
         self._totals["offers"] += 1
         if ended is not None:
-            failure = _duplicate(message.room) if ended.offer_id or not ended.failure else ended.failure
+            failure = duplicate_room(message.room) if ended.offer_id or not ended.failure else ended.failure
             ended.offer_id = ended.offer_id or offer_id
             return self._answer(offer_id, message.room, "FAILED", failure)
         if room is not None and room.offer is not None:
-            return self._answer(offer_id, message.room, "FAILED", _duplicate(message.room))
+            return self._answer(offer_id, message.room, "FAILED", duplicate_room(message.room))
         try:
             held = self._read(offer_id, message)
         except ValueError as error:
@@ -324,7 +238,7 @@ class Sender:
     def _join(self, room: Room, offer: HeldOffer, now_s: float) -> None:
         assert room.request is not None
         if room.request != offer.prompt:
-            self._fail(room, _mismatch(room.request, offer.prompt), now_s)
+            self._fail(room, prompt_mismatch(room.request, offer.prompt), now_s)
         else:
             self._timers.set(room.room, min(room.request_deadline_s, offer.deadline_s))
             self.events.append(OfferJoined(room.room, offer.decode_prefix_pages))
@@ -388,16 +302,3 @@ class Sender:
 
     def _num_parked(self) -> int:
         return sum(room.machine.state is S.PARKED for room in self._rooms.values())
-
-
-def _duplicate(room_id: int) -> Failure:
-    return Failure(400, f"bootstrap_room {room_id} is taken or was used before; draw a new one", code="duplicate_room", stage="transfer")
-
-
-def _mismatch(request: Prompt, offer: Prompt) -> Failure:
-    lengths = f"{request.num_tokens} tokens here, {offer.num_tokens} at the decode node"
-    return Failure(400, f"the two nodes were given different prompts ({lengths})", code="prompt_mismatch", stage="transfer")
-
-
-def _write_failed(error: Exception) -> Failure:
-    return Failure(503, f"KV pages could not be written to the decode node: {error}", code="transfer_failed", stage="transfer")

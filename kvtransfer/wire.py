@@ -166,7 +166,7 @@ class DealerWire:
                         yield link, parts[0]
 
     def disconnected(self) -> list[tuple[int, str]]:
-        """Links that are over, and why. Read frames() after this and before acting on it: a last message may have come first."""
+        """Links that are over, and why. Their last frames may still be on the way through ZMQ."""
         ended = []
         for link, (_, monitor) in self._links.items():
             if events := monitor.take():

@@ -123,6 +123,10 @@ def eventually(fact: Callable[[], bool], message: str) -> None:
         time.sleep(0.002)
 
 
+def wait_for_peer(node: Node, state: str) -> None:
+    eventually(lambda: [peer["state"] for peer in node.endpoint.peers()] == [state], f"no peer is {state}: {node.endpoint.peers()}")
+
+
 # ---- delivery ----------------------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +390,7 @@ def test_a_refused_pair_meets_again_after_a_redeployment(cluster: Cluster) -> No
     assert_failed(d, "incompatible_peer", 1)
     port = former.endpoint.port
     former.endpoint.close()
+    wait_for_peer(d, "refused")
     p = cluster.prefill(port)
     transfer(p, d, room=2)
 
@@ -503,6 +508,7 @@ def test_a_node_that_closes_ends_its_rooms_and_the_next_behind_its_port_serves(c
     port = p.endpoint.port
     p.endpoint.close()
     assert_failed(d, "shutting_down", 1)
+    wait_for_peer(d, "down")
     transfer(cluster.prefill(port), d, room=2)
 
 

@@ -11,7 +11,7 @@ from kvtransfer.link_accept import ACCEPT_TABLE, AcceptEvent, AcceptState
 from kvtransfer.link_dial import DIAL_TABLE, DialEvent, DialState
 from kvtransfer.machine import IllegalTransition, Machine, Table, from_each
 from kvtransfer.receiver import RECEIVER_TABLE, ReceiverEvent, ReceiverState
-from kvtransfer.sender import SENDER_TABLE, SenderEvent, SenderState
+from kvtransfer.sender_room import SENDER_TABLE, SenderEvent, SenderState
 from kvtransfer.timers import Timers
 
 # state: {event: next state}; what is not here is illegal
