@@ -151,6 +151,7 @@ class Node:
         self.health.fail(failure)
         manager.fail_all(failure)
         await asyncio.sleep(FLUSH_S)
+        self.hurry.set()  # nobody waits for the other child's orderly end
 
     async def _drain(self, manager: TokenizerManager, scheduler_death: asyncio.Future[int]) -> None:
         """No new requests; open ones may finish until the shutdown timeout, the rest is answered 503."""
