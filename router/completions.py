@@ -87,13 +87,7 @@ class CompletionProxy:
         self._calls.add(call)
         status = CLIENT_LEFT_STATUS
         try:
-            try:
-                await self._until_interrupted(exchange, call)
-            except (RequestError, LegFailed) as error:
-                await self._refuse(exchange, error)
-            except Exception:
-                log.exception("%s %s: a fault of the router", exchange.request_id.decode(), exchange.path)
-                await self._refuse(exchange, RequestError(INTERNAL_FAILURE))
+            await self._answer(exchange, call)
             status = exchange.status or status
         except ClientLeft:
             log.info("%s %s: the client left", exchange.request_id.decode(), exchange.path)
@@ -102,6 +96,18 @@ class CompletionProxy:
             if self.draining and not self._calls:
                 self.idle.set()
             self.metrics.http.answered(exchange.path, status, time.monotonic() - exchange.arrived_s)
+
+    async def _answer(self, exchange: Exchange, call: Call) -> None:
+        """Raises ClientLeft; everything else becomes a reply."""
+        try:
+            await self._until_interrupted(exchange, call)
+        except ClientLeft:
+            raise
+        except (RequestError, LegFailed) as error:
+            await self._refuse(exchange, error)
+        except Exception:
+            log.exception("%s %s: a fault of the router", exchange.request_id.decode(), exchange.path)
+            await self._refuse(exchange, RequestError(INTERNAL_FAILURE))
 
     async def _until_interrupted(self, exchange: Exchange, call: Call) -> None:
         try:
@@ -191,6 +197,7 @@ class CompletionProxy:
                     await exchange.fail(failure)
         except TimeoutError:
             log.warning("%s %s: the client does not read; closing its connection", exchange.request_id.decode(), exchange.path)
+            exchange.abort()
 
 
 def _name_pair(exchange: Exchange) -> Callable[[Pair], None]:

@@ -25,6 +25,8 @@ from router.nodes import Node
 from router.pairing import Pair, Pairing
 from router.splice import Head, mint_rooms, splice
 
+PREFILL_GRACE_S = 1.0  # after the decode node's last byte; its prompt was computed elsewhere if prefill still goes on
+
 log = logging.getLogger(__name__)
 
 
@@ -52,10 +54,12 @@ class Answer:
     prompt_bytes: int
 
     def close(self, *, complete: bool) -> None:
-        """complete: the reply was read to its end, so the prefill leg may end by itself."""
+        """complete: the reply was read to its end, so the prefill leg gets a moment to end by itself."""
         self.pair.decode.end(self.prompt_bytes)
         if complete:
             self.reply.release()
+            if not self.prefill.done():
+                asyncio.get_running_loop().call_later(PREFILL_GRACE_S, self.prefill.cancel)
         else:
             self.reply.close()
             self.prefill.cancel()

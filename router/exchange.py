@@ -26,6 +26,7 @@ DONE = b"data: [DONE]\n\n"
 DEADLINE_HEADER = b"x-request-deadline"
 ID_HEADER = b"x-request-id"
 ACCEPTED_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+ABORT_EXTENSION = "pdserve.abort"  # of the ASGI scope: {"call": drops the connection with what is still to be sent}
 BODY_TIMEOUT_S = 30.0  # a client that sends its body slower than this holds a connection for nothing
 LINGER_S = 1.0  # how long the rest of a refused body is read and thrown away, so that the client gets to read the refusal
 
@@ -46,6 +47,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._unread_body = True
+        self._abort: Callable[[], None] = scope["extensions"][ABORT_EXTENSION]["call"]
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
@@ -124,6 +126,10 @@ class Exchange:
             return
         retry = [] if failure.retry_after_s is None else [(b"retry-after", b"%d" % max(1, math.ceil(failure.retry_after_s)))]
         await self.reply(failure.status, [(b"content-type", b"application/json"), *retry], error)
+
+    def abort(self) -> None:
+        """For a client that does not read: a closing connection would wait for it."""
+        self._abort()
 
     async def _discard_body(self) -> None:
         try:

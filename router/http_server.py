@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import StartupError
-from router.exchange import Receive, Scope, Send
+from router.exchange import ABORT_EXTENSION, Receive, Scope, Send
 
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Refuses a request whose head does not end."""
+    """Refuses a request whose head does not end; lets an app abort its connection, which ASGI has no word for."""
 
     _num_head_bytes = 0
     _reading_head = False
@@ -79,6 +79,7 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._reading_head, self._num_head_bytes = True, 0
         super().on_message_begin()
+        self.scope["extensions"] = {ABORT_EXTENSION: {"call": self.transport.abort}}
 
     def on_headers_complete(self) -> None:
         self._reading_head = False

@@ -9,6 +9,7 @@ A connection from the pool may have been closed by the node at the very moment o
 connection, the POST is made once more, on a new one.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from router.nodes import Node
 KEEP_ALIVE_S = 4.0  # below the 5 s after which uvicorn closes by default, so that the pool closes first; also below any NAT's patience
 MAX_HEADER_BYTES = 64 << 10
 READ_BUFFER_BYTES = 1 << 18
+LARGE_BODY_BYTES = 256 << 10
 MAX_ERROR_BYTES = 1 << 20
 MAX_ERROR_CHARACTERS = 400  # of a reply that is not ours to interpret
 MAX_REPLY_BYTES = 64 << 20  # of a reply that is not streamed; a million tokens as text have a tenth of it
@@ -77,11 +79,11 @@ class NodeClient:
         url = node.url + path
         try:
             try:
-                reply = await self._pooled.post(url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=trace)
+                reply = await self._pooled.post(url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=trace)
             except (aiohttp.ServerDisconnectedError, ConnectionError):
                 if not trace.reused:
                     raise
-                reply = await self._fresh.post(url, data=body, headers=headers, allow_redirects=False)
+                reply = await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
         except aiohttp.ClientResponseError as error:
             raise broken(node, f"its reply is no HTTP: {error.message[:MAX_ERROR_CHARACTERS]}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -128,6 +130,11 @@ async def read_whole(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
         if num_bytes > max_bytes:
             raise OverflowError
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _payload(body: bytes) -> bytes | io.BytesIO:
+    """A large body is sent piece by piece, so that other requests get their turn."""
+    return body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
 
 
 def unreachable(node: Node, error: BaseException) -> LegFailed:

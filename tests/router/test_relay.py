@@ -1,0 +1,226 @@
+"""What goes to the nodes and what comes back, byte for byte and without waiting."""
+
+import asyncio
+import json
+import re
+import time
+
+import pytest
+from mock_node import DONE, EVENTS, STREAM, WHOLE, Received, hang, hang_up
+from router_harness import CHAT, COMPLETIONS, rig, until
+
+BODY = b'{ "messages":[{"role":"user","content":"\xc3\xa9 \\u00e9"}], "temperature":1.00e-1, "big":1234567890123456789012, "unknown":{"a" : []} }\n'
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_both_nodes_get_the_clients_bytes_and_one_room(path: str) -> None:
+    async with rig() as made:
+        reply = await made.client.post(path, content=BODY, headers={"content-type": "application/json"})
+        assert reply.content == WHOLE
+        (prefill,), (decode,) = made.prefills[0].posts, made.decodes[0].posts
+        assert prefill.path == decode.path == path
+        assert prefill.body == decode.body
+        found = re.fullmatch(rb'(.*),"bootstrap_host":"127\.0\.0\.1","bootstrap_port":8998,"bootstrap_room":(\d+)\}\n', prefill.body, re.DOTALL)
+        assert found is not None
+        assert found[1] == BODY[:-2]
+        assert 0 <= int(found[2]) < 1 << 63
+
+
+async def test_list_of_prompts_has_a_room_each() -> None:
+    async with rig() as made:
+        assert (await made.client.post(COMPLETIONS, json={"prompt": ["a", "b"]})).status_code == 200
+        assert (await made.client.post(COMPLETIONS, json={"prompt": [1, 2, 3]})).status_code == 200
+        several, single = (post.json for post in made.decodes[0].posts)
+        assert several["bootstrap_host"] == ["127.0.0.1"] * 2
+        assert several["bootstrap_port"] == [8998] * 2
+        assert len(set(several["bootstrap_room"])) == 2
+        assert isinstance(single["bootstrap_room"], int)
+
+
+async def test_rooms_of_a_client_are_dropped() -> None:
+    async with rig() as made:
+        await made.client.post(CHAT, json={"bootstrap_room": 7, "messages": [{"bootstrap_room": 8}], "bootstrap_host": "evil"})
+        sent = made.prefills[0].posts[0].json
+        assert sent["bootstrap_room"] != 7
+        assert sent["bootstrap_host"] == "127.0.0.1"
+        assert sent["messages"] == [{"bootstrap_room": 8}]
+
+
+async def test_headers_to_the_nodes() -> None:
+    async with rig(request_timeout_s=50.0) as made:
+        sent = {"authorization": "Bearer k", "x-request-id": "id-1", "x-custom": "café".encode(), "connection": "keep-alive, x-hop", "x-hop": "1",
+                "te": "trailers", "accept-encoding": "gzip"}  # fmt: skip
+        reply = await made.client.post(CHAT, content=b"{}", headers=sent)
+        assert reply.headers["x-request-id"] == "id-1"
+        for mock in (made.prefills[0], made.decodes[0]):
+            got = mock.posts[0].headers
+            assert got["authorization"] == "Bearer k"
+            assert got["x-request-id"] == "id-1"
+            assert got["x-custom"].encode("latin-1").decode() == "café"
+            assert not {"x-hop", "te", "accept-encoding", "transfer-encoding"} & set(got)
+            assert int(got["content-length"]) == len(mock.posts[0].body)
+            assert got["host"] == mock.url.removeprefix("http://")
+            assert abs(float(got["x-request-deadline"]) - time.time() - 50) < 5
+
+
+async def test_headers_to_the_client() -> None:
+    async with rig() as made:
+        reply = await made.client.post(CHAT, content=b"{}")
+        assert reply.headers["x-pdserve-prefill"] == made.prefills[0].url
+        assert reply.headers["x-pdserve-decode"] == made.decodes[0].url
+        assert reply.headers["x-pdserve-prefill-site"] == "remote"
+        assert re.fullmatch("[0-9a-f]{16}", reply.headers["x-request-id"])
+        assert reply.headers["content-length"] == str(len(WHOLE))
+
+
+@pytest.mark.parametrize(("sent", "status"), [("soon", 400), ("nan", 400), ("1.5", 504), ("inf", 400)])
+async def test_deadline_of_a_client_that_makes_no_sense(sent: str, status: int) -> None:
+    async with rig() as made:
+        reply = await made.client.post(CHAT, content=b"{}", headers={"x-request-deadline": sent})
+        assert reply.status_code == status
+        assert reply.json()["error"]["message"]
+        assert not made.decodes[0].posts
+
+
+async def test_deadline_is_the_earlier_of_the_clients_and_ours() -> None:
+    async with rig(request_timeout_s=5.0) as made:
+        for ahead_s in (2.0, 1000.0):
+            await made.client.post(CHAT, content=b"{}", headers={"x-request-deadline": str(time.time() + ahead_s)})
+        given = [float(post.headers["x-request-deadline"]) - time.time() for post in made.decodes[0].posts]
+        assert given == [pytest.approx(2, abs=1), pytest.approx(5, abs=1)]
+
+
+async def test_chunks_come_as_they_are_sent() -> None:
+    async with rig() as made:
+        go = asyncio.Semaphore(0)
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            for event in (*EVENTS, DONE):
+                await go.acquire()
+                await request.chunk(event)
+            await request.end()
+
+        made.decodes[0].behave, made.prefills[0].behave = decode, hang  # the first byte does not wait for the prefill node's reply
+        async with made.client.stream("POST", CHAT, json={"stream": True}) as reply, asyncio.timeout(5):
+            assert reply.status_code == 200
+            chunks = reply.aiter_raw()
+            for event in (*EVENTS, DONE):
+                go.release()
+                assert await anext(chunks) == event
+            assert [chunk async for chunk in chunks] == []
+
+
+async def test_events_cut_anywhere_arrive_whole() -> None:
+    async with rig() as made:
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            for n in range(0, len(STREAM), 7):
+                await request.chunk(STREAM[n : n + 7])
+                await asyncio.sleep(0)
+            await request.end()
+
+        made.decodes[0].behave = decode
+        async with made.client.stream("POST", CHAT, json={"stream": True}) as reply:
+            chunks = [chunk async for chunk in reply.aiter_raw()]
+        assert b"".join(chunks) == STREAM
+        assert all(chunk.endswith(b"\n\n") for chunk in chunks)
+
+
+@pytest.mark.parametrize("tail", [b"data: [DONE]\r\n\r\n", b"data: [DONE]\n", b"data: [DONE]"])
+async def test_other_forms_of_the_end_are_passed_on(tail: bytes) -> None:
+    async with rig() as made:
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(EVENTS[0] + tail)
+            await request.end()
+
+        made.decodes[0].behave = decode
+        reply = await made.client.post(CHAT, json={"stream": True})
+        assert reply.content == EVENTS[0] + tail
+
+
+async def test_large_bodies_pass_both_ways() -> None:
+    async with rig() as made:
+        big = json.dumps({"text": "x" * 3_000_000}).encode()
+
+        async def decode(request: Received) -> None:
+            await request.reply(200, big)
+
+        made.decodes[0].behave = decode
+        reply = await made.client.post(CHAT, content=big)
+        assert reply.content == big
+        assert made.prefills[0].posts[0].body.startswith(big[:-1])
+
+
+async def test_connections_are_kept() -> None:
+    async with rig() as made:
+        before = made.decodes[0].num_connections, made.prefills[0].num_connections
+        for stream in (True, False) * 5:
+            assert (await made.client.post(CHAT, json={"stream": stream})).status_code == 200
+        assert (made.decodes[0].num_connections, made.prefills[0].num_connections) == (before[0] + 1, before[1] + 1)
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_kept_connection_that_the_node_just_closed_costs_no_request(leg: str) -> None:
+    """The node closes an idle connection at the moment the router uses it."""
+    async with rig(health_check_interval_s=30.0) as made:
+        mock = (made.prefills if leg == "prefill" else made.decodes)[0]
+        used = set()
+
+        async def close_second(request: Received) -> None:
+            if request.writer in used:
+                await hang_up(request)
+            else:
+                used.add(request.writer)
+                await mock.serve_well(request)
+
+        mock.behave = close_second
+        for _ in range(4):
+            assert (await made.client.post(CHAT, json={})).status_code == 200
+        assert await made.retries() == 0
+        assert made.node(mock).num_blames == 0
+
+
+async def test_load_is_counted_per_leg() -> None:
+    async with rig() as made:
+        go = asyncio.Event()
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(EVENTS[0])
+            await go.wait()
+            await request.chunk(DONE)
+            await request.end()
+
+        made.decodes[0].behave = decode
+        prefill, decode_node = made.node(made.prefills[0]), made.node(made.decodes[0])
+        async with made.client.stream("POST", CHAT, json={"stream": True}) as reply:
+            await anext(reply.aiter_raw())
+            await until(lambda: prefill.num_in_flight == 0, "prefill leg over while the stream goes on")
+            assert prefill.prompt_bytes_in_flight == 0
+            assert decode_node.num_in_flight == 1
+            go.set()
+        await until(lambda: decode_node.num_in_flight == 0, "decode leg over")
+        made.prefills[0].behave = made.decodes[0].behave = hang
+        asking = asyncio.ensure_future(made.client.post(CHAT, json={"text": "x" * 1000}))
+        await made.prefills[0].wait_posts(2)
+        assert prefill.prompt_bytes_in_flight == len(made.prefills[0].posts[1].body)
+        asking.cancel()
+        await until(lambda: prefill.load == decode_node.load == 0, "nothing in flight")
+
+
+async def test_prefill_leg_that_goes_on_after_the_answer_is_closed() -> None:
+    async with rig() as made:
+
+        async def decode(request: Received) -> None:
+            await made.prefills[0].wait_posts(1)
+            await request.reply(200, WHOLE)
+
+        made.prefills[0].behave, made.decodes[0].behave = hang, decode
+        assert (await made.client.post(CHAT, json={})).content == WHOLE
+        async with asyncio.timeout(3):
+            await made.prefills[0].posts[0].closed.wait()
+        assert made.node(made.prefills[0]).num_blames == 0
