@@ -165,6 +165,8 @@ class MockNode:
             await asyncio.wait((behaving, watch), return_when=asyncio.FIRST_COMPLETED)
             if behaving.done():
                 behaving.result()
+        except ConnectionError:
+            request.closed.set()
         finally:
             for task in (behaving, watch):
                 task.cancel()
