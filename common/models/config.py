@@ -150,6 +150,8 @@ def _one_of(value: str, supported: tuple[str, ...], key: str) -> str:
 def _rope(raw: JsonObject, max_positions: int) -> tuple[float, JsonObject | None]:
     """(theta, scaling); scaling has `rope_type` and every key its type needs."""
     parameters = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise StartupError("config.json: rope_parameters by layer type are not supported; one set for all layers is")
     rope_type = _one_of(parameters.get("rope_type") or parameters.get("type") or "default", ROPE_TYPES, "rope_type")
     theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     if (parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:

@@ -90,6 +90,7 @@ def test_yarn_lengthens_the_context(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 needs low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "by layer type are not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
