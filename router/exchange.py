@@ -72,12 +72,12 @@ class Exchange:
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             part = message.get("body", b"")
+            self._unread_body = message.get("more_body", False)
             num_bytes += len(part)
             if num_bytes > max_bytes:
                 raise too_large(f"the request body is larger than the {max_bytes} bytes that are taken: shorten it, or raise --max-body-bytes")
             parts.append(part)
-            if not message.get("more_body", False):
-                self._unread_body = False
+            if not self._unread_body:
                 return b"".join(parts)
 
     def deadline_s(self, request_timeout_s: float) -> float:

@@ -1,0 +1,243 @@
+"""Which nodes serve: probes, blame, restarts, compatible pairs, models, policies."""
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from mock_node import INFO, MockNode, Rooms, hang, refuse
+from router_harness import CHAT, rig, routed, until
+
+from common.config import RouterConfig
+from common.errors import RequestError
+from router.nodes import NodeInfo, NodeTable
+from router.pairing import Pairing
+from router.policy import POLICIES
+
+
+async def test_ready_needs_one_usable_node_of_each_role() -> None:
+    async with rig() as made:
+        assert (await made.client.get("/ready")).status_code == 200
+        for mock, role in ((made.prefills[0], "prefill"), (made.decodes[0], "decode")):
+            mock.ready_status = 503
+            await until(lambda mock=mock: not made.node(mock).usable, "not usable")  # type: ignore[misc]
+            reply = await made.client.get("/ready")
+            assert reply.status_code == 503
+            assert reply.json()["reason"] == f"no usable {role} node: {mock.url} is not ready (it answers 503)"
+            refusal = await made.client.post(CHAT, json={})
+            assert refusal.status_code == 503
+            assert refusal.headers["retry-after"] == "1"
+            assert f"no usable {role} node" in refusal.json()["error"]["message"]
+            mock.ready_status = 200
+            await until(lambda mock=mock: made.node(mock).usable, "usable again")  # type: ignore[misc]
+        assert (await made.client.post(CHAT, json={})).status_code == 200
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_restarted_node_serves_again_within_an_interval(leg: str) -> None:
+    async with rig(health_check_interval_s=0.2) as made:
+        mock = (made.prefills if leg == "prefill" else made.decodes)[0]
+        for _ in range(2):
+            await mock.stop()
+            began_s = time.monotonic()
+            assert (await made.client.post(CHAT, json={})).status_code == 503
+            assert time.monotonic() - began_s < 1
+            assert leg in (await made.client.get("/ready")).json()["reason"]
+            await mock.start()
+            began_s = time.monotonic()
+            await until(lambda: made.node(mock).usable, "usable again")
+            assert time.monotonic() - began_s < 0.5
+            assert (await made.client.post(CHAT, json={})).status_code == 200
+
+
+async def test_blame_is_followed_by_a_probe_at_once() -> None:
+    async with rig(health_check_interval_s=30.0) as made:
+        node = made.node(made.decodes[0])
+        node.blame("for a test")
+        assert not node.usable
+        await until(lambda: node.usable, "probed at once")
+
+
+async def test_probe_from_before_the_blame_does_not_clear_it() -> None:
+    node = NodeTable.of(RouterConfig(prefill=("http://h:1",))).prefill[0]
+    began = node.num_blames
+    node.blame("died meanwhile")
+    assert not node.probe_succeeded(NodeInfo(), began)
+    assert node.reason == "died meanwhile"
+    assert node.probe_succeeded(NodeInfo(), node.num_blames)
+    assert node.usable
+
+
+async def test_frozen_node_is_found_out_while_others_are_probed_on_time() -> None:
+    async with rig(2, 1, connect_timeout_s=0.2) as made:
+        frozen, other = made.prefills
+
+        async def silence(request: Any) -> None:
+            await hang(request)
+
+        frozen._get = silence  # type: ignore[method-assign]
+        await until(lambda: not made.node(frozen).usable, "found out")
+        assert "did not answer a probe within 0.2 s" in str(made.node(frozen).reason)
+        before = len(other.gets)
+        await until(lambda: len(other.gets) > before + 2, "the other is probed")
+        for _ in range(3):
+            assert (await made.client.post(CHAT, json={})).headers["x-pdserve-prefill"] == other.url
+
+
+async def test_node_without_ready_is_asked_for_health() -> None:
+    async with rig(ready=False) as made:
+        for mock in (*made.prefills, *made.decodes):
+
+            async def sglang(request: Any) -> None:
+                status = 200 if request.path in ("/health", "/get_server_info") else 404
+                await request.reply(status, b'{"served_model_name":"m","context_length":null}')
+
+            mock._get = sglang  # type: ignore[method-assign]
+        await until(lambda: all(node.usable and node.info.served_model_name == "m" for node in made.router.nodes.all), "usable")
+
+
+@pytest.mark.parametrize("fact", ["fingerprint", "dtype", "page_size", "protocol_version", "context_length"])
+async def test_nodes_that_disagree_are_no_pair(fact: str) -> None:
+    async with rig(1, 2) as made:
+        value = INFO[fact]
+        made.decodes[1].info[fact] = 999 if isinstance(value, int) else "other"
+        await until(lambda: getattr(made.node(made.decodes[1]).info, fact) != value, "seen")
+        for _ in range(4):
+            assert (await made.client.post(CHAT, json={})).headers["x-pdserve-decode"] == made.decodes[0].url
+        made.decodes[0].info[fact] = made.decodes[1].info[fact]
+        await until(lambda: getattr(made.node(made.decodes[0]).info, fact) != value, "seen")
+        reply = await made.client.post(CHAT, json={})
+        assert reply.status_code == 503
+        assert f"no compatible pair: {fact} is {value} on {made.prefills[0].url}" in reply.json()["error"]["message"]
+        assert fact in (await made.info())["incompatible"][0]
+        assert (await made.client.get("/ready")).status_code == 503
+
+
+async def test_models_have_their_own_nodes() -> None:
+    async with rig(2, 2, ready=False) as made:
+        for mock in (made.prefills[1], made.decodes[1]):
+            mock.info["served_model_name"] = "org/second"
+        nodes = made.router.nodes
+        await until(lambda: set(nodes.models) == {"tiny", "org/second"} and all(node.usable for node in nodes.all), "both models known")
+        for number, model in enumerate(("tiny", "org/second")):
+            for _ in range(3):
+                reply = await made.client.post(CHAT, json={"model": model})
+                assert reply.headers["x-pdserve-prefill"] == made.prefills[number].url
+                assert reply.headers["x-pdserve-decode"] == made.decodes[number].url
+            assert (await made.client.get(f"/v1/models/{model}")).json()["id"] == model
+        assert {card["id"] for card in (await made.client.get("/v1/models")).json()["data"]} == {"tiny", "org/second"}
+        missing = await made.client.post(CHAT, json={})
+        assert (missing.status_code, missing.json()["error"]["param"]) == (400, "model")
+        unknown = await made.client.post(CHAT, json={"model": "third"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        assert "'tiny'" in unknown.json()["error"]["message"]
+        await made.decodes[1].stop()
+        await until(lambda: not made.node(made.decodes[1]).usable, "gone")
+        away = await made.client.post(CHAT, json={"model": "org/second"})  # known, but not there now
+        assert away.status_code == 503
+        assert (await made.client.post(CHAT, json={"model": "tiny"})).status_code == 200
+        await made.decodes[1].start()
+
+
+async def test_model_may_be_left_out_when_there_is_one() -> None:
+    async with rig() as made:
+        assert (await made.client.post(CHAT, json={})).status_code == 200
+        assert (await made.client.post(CHAT, json={"model": "tiny"})).status_code == 200
+
+
+def table(num_prefill: int, num_decode: int) -> NodeTable:
+    prefill, decode = (tuple(f"http://{letter}{n}:1" for n in range(number)) for letter, number in (("p", num_prefill), ("d", num_decode)))
+    made = NodeTable.of(RouterConfig(prefill=prefill, decode=decode))
+    for node in made.all:
+        node.probe_succeeded(NodeInfo(), 0)
+    return made
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_load"])
+def test_idle_nodes_take_turns_and_all_pairs_form(policy: str) -> None:
+    pairing = Pairing(table(2, 2), POLICIES[policy])
+    pairs = [pairing.pick(None) for _ in range(8)]
+    counts = Counter((pair.prefill.url, pair.decode.url) for pair in pairs)
+    assert set(counts.values()) == {2}
+    assert len(counts) == 4
+
+
+def test_random_reaches_every_node() -> None:
+    pairing = Pairing(table(2, 3), POLICIES["random"])
+    pairs = [pairing.pick(None) for _ in range(200)]
+    assert len({(pair.prefill, pair.decode) for pair in pairs}) == 6
+
+
+def test_least_load_counts_bytes_on_prefill_and_requests_on_decode() -> None:
+    nodes = table(2, 2)
+    pairing = Pairing(nodes, POLICIES["least_load"])
+    nodes.prefill[0].begin(10_000)
+    for _ in range(3):
+        nodes.prefill[1].begin(10)
+    nodes.decode[1].begin(10)
+    for _ in range(2):
+        nodes.decode[0].begin(1)
+    for _ in range(4):
+        pair = pairing.pick(None)
+        assert pair.prefill is nodes.prefill[1]
+        assert pair.decode is nodes.decode[1]
+
+
+def test_tried_nodes_come_last() -> None:
+    nodes = table(2, 2)
+    pairing = Pairing(nodes, POLICIES["least_load"])
+    tried = {nodes.prefill[0], nodes.decode[1]}
+    nodes.prefill[1].begin(10**6)
+    for _ in range(3):
+        pair = pairing.pick(None, tried)
+        assert (pair.prefill, pair.decode) == (nodes.prefill[1], nodes.decode[0])
+    nodes.prefill[1].blame("gone")
+    assert pairing.pick(None, tried).prefill is nodes.prefill[0]
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode", "role"), [(0, 1, "prefill"), (1, 0, "decode")])
+def test_role_that_is_not_configured(num_prefill: int, num_decode: int, role: str) -> None:
+    with pytest.raises(RequestError, match=f"no {role} node is configured; start the router with --{role} URL"):
+        Pairing(table(num_prefill, num_decode), POLICIES["random"]).pick(None)
+
+
+def test_bootstrap_address() -> None:
+    nodes = NodeTable.of(RouterConfig(prefill=("http://p0:1,9000", "http://p1:1/"), decode=("http://d:1",)))
+    configured, reported = nodes.prefill
+    assert (configured.bootstrap_host, configured.bootstrap_port) == ("p0", 9000)
+    assert (reported.url, reported.bootstrap_port) == ("http://p1:1", None)
+    reported.probe_succeeded(NodeInfo(bootstrap_host="10.1.1.1", bootstrap_port=7), 0)
+    assert (reported.bootstrap_host, reported.bootstrap_port) == ("10.1.1.1", 7)
+    reported.probe_succeeded(NodeInfo(disaggregation_bootstrap_port=8), 0)
+    assert (reported.bootstrap_host, reported.bootstrap_port) == ("p1", 8)
+
+
+async def test_nodes_that_come_later_than_the_router() -> None:
+    rooms = Rooms()
+    prefill, decode = MockNode("prefill", rooms), MockNode("decode", rooms)
+    for mock in (prefill, decode):
+        await mock.start()
+        await mock.stop()
+    async with routed([prefill], [decode], ready=False) as made:
+        await until(lambda: made.node(decode).reason != "not probed yet", "probed")
+        reply = await made.client.post(CHAT, json={})
+        assert reply.status_code == 503
+        assert "cannot be reached" in reply.json()["error"]["message"]
+        for mock in (prefill, decode):
+            await mock.start()
+        await until(lambda: all(node.usable for node in made.router.nodes.all), "usable")
+        assert (await made.client.post(CHAT, json={})).status_code == 200
+        for mock in (prefill, decode):
+            await mock.stop()
+
+
+async def test_hundred_at_once_through_faulty_nodes_each_get_one_answer() -> None:
+    async with rig(2, 2) as made:
+        made.prefills[0].behave = refuse(503)
+        made.decodes[0].behave = refuse(429)
+        replies = await asyncio.gather(*(made.client.post(CHAT, json={"stream": bool(n % 2)}) for n in range(100)))
+        assert {reply.status_code for reply in replies} <= {200, 429, 503}
+        assert sum(reply.status_code == 200 for reply in replies) > 0
+        assert all(node.num_in_flight == 0 and node.prompt_bytes_in_flight == 0 for node in made.router.nodes.all if node.leg == "decode")
+        await until(lambda: all(node.load == 0 for node in made.router.nodes.all), "nothing in flight")
