@@ -6,46 +6,42 @@ The softmax runs online, a tile of TILE positions at a time, so that exponential
     weights = 2^(scores - largest');  total = total * decay + sum(weights);  out = out * decay + weights V
 
 Everything in float32, log2(e) folded into q. Dao et al. 2022 (FlashAttention) name the recurrence, Kwon et al. 2023 the pages.
-The two products are written as LLVM vectors (score, accumulate): a loop over a head_dim known only at run time, which numba would
-vectorise itself, pays more for its ends and its sums across lanes than for the multiplications.
 A head's width is padded to whole vectors; where that changes it, the tile is first copied to padded rows.
 """
 
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from common.attention.numba_vectors import LANES, TILE, accumulate, score
-from common.layers.cpu_ops import FAST, exp2, narrow, widen
+from common.layers.vectors import LANES, TILE, accumulate, exp2, inner, kernel, narrow, score, widen
 
 LOG2_E = 1.4426950408889634
 STRIP = 4  # query heads whose sums stay in registers together
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _locate(pages: Any, first: int, count: int, page_stride: int, head_begin: int, page_size: int, head_dim: int, rows: Any) -> None:
     """Where K of positions [first, first + count) begins in the pool -> rows; the last is repeated thrice, score() works in fours."""
     for i in range(count):
         position = np.uint64(first + i)
         page, offset = position // np.uint64(page_size), position % np.uint64(page_size)
         rows[i] = pages[page] * page_stride + head_begin + np.int64(offset) * head_dim
-    rows[count : count + 3] = rows[count - 1]
+    for i in range(count, count + 3):
+        rows[i] = rows[count - 1]
 
 
-@njit(nogil=True, cache=True)
+@inner
 def _pad(memory: Any, rows: Any, count: int, v_begin: int, head_dim: int, padded: Any, width: int) -> None:
     """Copy the tile's K rows, then its V rows, to `padded` at a stride of `width`; rows then point there."""
     for i in range(count):
-        source, target = rows[i], i * width
-        padded[target : target + head_dim] = memory[source : source + head_dim]
-        source, target = source + v_begin, target + TILE * width
-        padded[target : target + head_dim] = memory[source : source + head_dim]
-        rows[i] = i * width
-    rows[count : count + 3] = rows[count - 1]
+        for j in range(head_dim):
+            padded[i * width + j] = memory[rows[i] + j]
+            padded[(TILE + i) * width + j] = memory[rows[i] + v_begin + j]
+    for i in range(count + 3):
+        rows[i] = min(i, count - 1) * width
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
+@inner
 def _weigh(scores: Any, count: int, largest: Any, decay: Any, total: Any) -> None:
     """scores [n, TILE] become weights below largest [n]; total [n], that was weighed below decay's exponent, takes their sum."""
     for g in range(len(largest)):
@@ -57,7 +53,7 @@ def _weigh(scores: Any, count: int, largest: Any, decay: Any, total: Any) -> Non
         total[g] = total[g] * decay[g] + added
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
+@inner
 def _attend_tile(q: Any, memory: Any, rows: Any, count: int, v_begin: int, scores: Any, largest: Any, decay: Any, total: Any, acc: Any) -> None:
     """Fold the tile's `count` positions into the heads of one strip: largest, total [n], acc [n, width].
 
@@ -88,7 +84,7 @@ def _attend_tile(q: Any, memory: Any, rows: Any, count: int, v_begin: int, score
         accumulate(1, scores, memory, rows, count, v_begin, width, decay, acc)
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
+@kernel
 def paged_decode_attention(q: Any, pool: Any, layer: int, page_table: Any, context_lens: Any, window: int, scale: float, out: Any) -> None:
     """q [B, H, D] -> out [B, H, D], over the last `window` (0: all) of each row's context_lens [B] tokens; a row without any gets zeros.
 
@@ -113,9 +109,11 @@ def paged_decode_attention(q: Any, pool: Any, layer: int, page_table: Any, conte
         for kv_head in range(num_kv_heads):
             heads = q[row, kv_head * group : (kv_head + 1) * group]
             for g in range(group):
+                largest[g], total[g] = -np.inf, 0.0
+                for i in range(width):
+                    acc[g, i] = 0.0
                 for i in range(head_dim):
                     wide_q[g, i] = widen(heads[g, i]) * factor
-            acc[:], largest[:], total[:] = 0.0, -np.inf, 0.0
             for tile in range(first, context, TILE):
                 count = min(TILE, context - tile)
                 head_begin = kv_head * head_stride + layer * layer_stride

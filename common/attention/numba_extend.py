@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from common.layers.cpu_ops import FAST, exp2, narrow, widen
+from common.layers.vectors import exp2, kernel, narrow, widen
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def gather_pages(pool: Any, layer: int, pages: Any, k: Any, v: Any) -> None:
     """K and V of `pages` int32 [n], in order -> [KV, n * page_size, D] each."""
     _, num_kv_heads, _, _, page_size, head_dim = pool.shape
@@ -34,7 +34,7 @@ def gather_pages(pool: Any, layer: int, pages: Any, k: Any, v: Any) -> None:
                     v[kv_head, token, i] = page[1, offset, i]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def group_queries(q: Any, out: Any) -> None:
     """q [T, H, D] -> out [KV, T * group, D]."""
     num_tokens, num_heads, head_dim = q.shape
@@ -46,7 +46,7 @@ def group_queries(q: Any, out: Any) -> None:
                     out[kv_head, token * group + g, i] = q[token, kv_head * group + g, i]
 
 
-@njit(nogil=True, fastmath=True, cache=True)
+@njit(nogil=True, fastmath=True)
 def _largest(row: Any) -> Any:
     """Assumes numbers, which is what lets it be vectorised; a NaN elsewhere in the row still shows in the sum of weights."""
     largest = np.float32(-np.inf)
@@ -55,7 +55,7 @@ def _largest(row: Any) -> Any:
     return largest
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
+@kernel
 def masked_exp(scores: Any, group: int, first_visible: int, window: int, factor: float, sums: Any) -> None:
     """scores [KV, n * group, keys] become weights in place, their sums go to float32 [KV, n * group].
 
@@ -79,7 +79,7 @@ def masked_exp(scores: Any, group: int, first_visible: int, window: int, factor:
             sums[kv_head, r] = total
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
+@kernel
 def normalise(weighted: Any, sums: Any, out: Any) -> None:
     """weighted [KV, n * group, D] / sums [KV, n * group] -> out [n, H, D]."""
     num_kv_heads, num_rows, head_dim = weighted.shape

@@ -1,25 +1,119 @@
-"""The vector steps of decode attention, written in LLVM's vectors of LANES float32: scores of a tile, weighted sums of a tile.
+"""What numba lacks for kernels on models: bfloat16 elements, a cheap 2^x, and loops written in vectors.
 
-numba knows no vector type, so each step is one intrinsic that generates its loops. LLVM splits the vectors for a machine that has
-shorter ones. `heads` is a literal 1 to 4: as many sums then live in registers. Arrays are contiguous and indices trusted.
+Arrays of a model are float32, or uint16 holding bfloat16 bit patterns. Arithmetic is in float32; a result is stored rounded to
+nearest, ties to even, and a NaN stays a NaN: the sampler finds a broken row by its non-finite logits. So kernels may reorder sums
+but not assume finite numbers.
+
+score() and accumulate() are the two products of decode attention over a tile of positions, in LLVM's vectors of LANES float32, which
+LLVM splits for a machine that has shorter ones. numba knows no vector type, so each is one intrinsic that generates its loops. A loop
+over a head_dim known only at run time, vectorised by LLVM itself, pays more for its ends and its sums across lanes than for the
+multiplications. `heads` is a literal 1 to 4: as many sums then live in registers. Arrays are contiguous and indices trusted.
 """
 
+from collections.abc import Callable
+from hashlib import sha256
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numba
 import numba.core.cgutils
+import numba.extending
+import numpy as np
 from llvmlite import ir
 from numba import types
 
-from common.layers.cpu_ops import F32, I32, intrinsic
-
-cgutils: Any = numba.core.cgutils  # as its decorators, without types
-
+njit: Any = numba.njit  # numba gives its decorators types that fit only Python callers
+intrinsic: Any = numba.extending.intrinsic
+cgutils: Any = numba.core.cgutils
+I16, I32, F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 TILE = 64  # positions
 LANES = 16
 UNROLL = 4  # positions scored together: they share the loads of q, and their sums across lanes are taken in one
 BLOCK = 2 * LANES  # elements of V per pass over a tile: enough independent sums to hide the latency of an addition
 VECTOR, FOUR = ir.VectorType(F32, LANES), ir.VectorType(F32, UNROLL)
+# Polynomial of 2^f on [-0.5, 0.5], least relative error for degree 5: 2.4e-7 evaluated in float32
+C0, C1, C2, C3, C4, C5 = (
+    np.float32(c)
+    for c in (1.0000001192092896, 0.6931469440460205, 0.24022120237350464, 0.05550713464617729, 0.009675540961325169, 0.0013276460813358426)
+)
+LEAST_EXPONENT = np.float32(-126.0)  # of a normal float32
+# No nnan and ninf among the flags: non-finite values must come out again
+OPTIONS = {"nogil": True, "fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+_DIGEST = sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """Compile at the first call and keep that on disk; where no directory can be written, compile anew in each process.
+
+    numba renews what it kept when the function's own file changes. The digest in the name renews it when this file does.
+    """
+    function.__qualname__ += f"_{_DIGEST}"
+    try:
+        return njit(**OPTIONS, cache=True)(function)
+    except RuntimeError:  # numba found no place for a cache
+        return njit(**OPTIONS)(function)
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """What kernels call: compiled into them and kept as part of them."""
+    return njit(**OPTIONS)(function)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen(context: Any, x: Any) -> Any:
+    """A stored element as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if x == types.float32:
+            return args[0]
+        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
+
+    return types.float32(x), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def narrow(context: Any, x: Any, stored: Any) -> Any:
+    """float32 as an element of the type of `stored`; to bfloat16 rounded to nearest, ties to even, NaN kept."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if stored == types.float32:
+            return args[0]
+        bits = builder.bitcast(args[0], I32)
+        upper = builder.lshr(bits, I32(16))
+        rounded = builder.lshr(builder.add(bits, builder.add(I32(0x7FFF), builder.and_(upper, I32(1)))), I32(16))
+        is_nan = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
+        quiet = builder.or_(upper, I32(0x40))  # rounding could carry a NaN's bits over to an infinity or to zero
+        return builder.trunc(builder.select(is_nan, quiet, rounded), I16)
+
+    return stored(types.float32, stored), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _from_bits(context: Any, bits: Any) -> Any:
+    """int32 -> the float32 of these bits."""
+    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], F32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _round(context: Any, x: Any) -> Any:
+    """float32 -> nearest int32; of a NaN, anything."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fptosi(builder.call(builder.module.declare_intrinsic("llvm.rint", [F32]), args), I32)
+
+    return types.int32(types.float32), generate
+
+
+@njit(**OPTIONS, inline="always")  # type: ignore[untyped-decorator]
+def exp2(x: Any) -> Any:
+    """2^x, NaN for NaN; beyond the normal float32 the nearest of them."""
+    x = LEAST_EXPONENT if x < LEAST_EXPONENT else x
+    x = -LEAST_EXPONENT if x > -LEAST_EXPONENT else x
+    whole = _round(x)
+    f = x - np.float32(whole)
+    fraction = C0 + f * (C1 + f * (C2 + f * (C3 + f * (C4 + f * C5))))
+    return fraction * _from_bits(np.int32((whole + np.int32(127)) << np.int32(23)))
 
 
 class _Memory:
