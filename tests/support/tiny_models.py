@@ -80,6 +80,8 @@ _RECIPES: dict[str, tuple[type[PreTrainedModel], Any, dict[str, Any]]] = {
     "qwen3_sliding": (Qwen3ForCausalLM, Qwen3Config, {**_SLIDING, "head_dim": 32, "attention_bias": True}),
 }
 CHECKPOINTS: tuple[str, ...] = tuple(_RECIPES)
+# Slow for its size, and long: for tests that must catch a node in the middle of an answer.
+_RECIPES["llama_deep"] = (LlamaForCausalLM, LlamaConfig, {"num_hidden_layers": 60, "max_position_embeddings": 8192})
 
 
 def make_checkpoint(name: str, directory: Path, seed: int = 0, dtype: str = "float32") -> Path:

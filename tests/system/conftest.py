@@ -1,4 +1,4 @@
-"""One tiny model for all system tests, and what its answers must be."""
+"""One small slow model for all system tests."""
 
 from pathlib import Path
 
@@ -8,4 +8,4 @@ from tiny_models import make_checkpoint
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("model"))
+    return make_checkpoint("llama_deep", tmp_path_factory.mktemp("model"))
