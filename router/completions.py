@@ -18,14 +18,14 @@ from prometheus_client import CollectorRegistry
 from common.config import RouterConfig
 from common.errors import Failure, RequestError, deadline_exceeded
 from router.dispatch import Answer, Dispatcher, Prompt
-from router.exchange import ClientLeft, Exchange, Receive, Scope, Send
+from router.exchange import LINGER_S, ClientLeft, Exchange, Receive, Scope, Send
 from router.legs import MAX_REPLY_BYTES, LegFailed, NodeClient, broken, headers_to_client, headers_to_node, read_whole
 from router.metrics import RouterMetrics
 from router.pairing import Pair, Pairing
 from router.splice import num_prompts, read_head
 
 DEADLINE_GRACE_S = 0.3  # the nodes know the deadline too; theirs says in which stage it passed
-SEND_GRACE_S = 0.5  # for the last words to a client that has stopped reading
+SEND_GRACE_S = 0.5  # for the last words to a client that has stopped reading; with LINGER_S for one that still sends its body
 CLIENT_LEFT_STATUS = 499  # as nginx counts a request whose client closed the connection before the answer
 MAX_HELD_BYTES = 1 << 20  # of an event that has not ended; more is passed on as it is
 SHUTTING_DOWN = Failure(503, "this router is shutting down", code="shutting_down", stage="router", retry_after_s=1.0)
@@ -190,7 +190,7 @@ class CompletionProxy:
         level = logging.WARNING if failure.status >= 500 else logging.INFO
         log.log(level, "%s %s: %d %s", exchange.request_id.decode(), exchange.path, failure.status, failure.message)
         try:
-            async with asyncio.timeout(SEND_GRACE_S + (0 if exchange.status else 1.0)):
+            async with asyncio.timeout(SEND_GRACE_S if exchange.status is not None else SEND_GRACE_S + LINGER_S):
                 if isinstance(error, LegFailed) and error.reply is not None and exchange.status is None:
                     await exchange.reply(error.reply.status, error.reply.headers, error.reply.body)
                 else:

@@ -2,7 +2,7 @@
 
 A node that has no /ready (404: SGLang) is asked /health; one whose /server_info cannot be read is used without its facts. A
 node that a request blamed is probed at once. A probe has a time limit of its own, so that a frozen node is found out while others are
-probed on time.
+probed on time; one late answer is a busy machine, two in a row are a node that is gone.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from router.legs import read_whole
 from router.nodes import Node, NodeInfo, NodeTable
 
 INFO_PATHS = ("/server_info", "/get_server_info")  # the second: older SGLang
+MAX_SILENT_PROBES = 2
 MAX_INFO_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,10 @@ class Prober:
             async with asyncio.timeout(self._timeout_s):
                 info = await self._ask(node.url)
         except TimeoutError:
-            self._failed(node, f"did not answer a probe within {self._timeout_s:g} s")
+            node.num_silent_probes += 1
+            if node.num_silent_probes >= MAX_SILENT_PROBES:
+                self._failed(node, f"did not answer {node.num_silent_probes} probes within {self._timeout_s:g} s each")
+            return
         except NotReady as error:
             self._failed(node, str(error))
         except (aiohttp.ClientError, OSError, ValueError, OverflowError) as error:  # ValueError: a reply that is no HTTP, in some forms
@@ -65,6 +69,7 @@ class Prober:
         else:
             if node.probe_succeeded(info, num_blames):
                 log.info("%s node %s is usable", node.leg, node.url)
+        node.num_silent_probes = 0
 
     def _failed(self, node: Node, reason: str) -> None:
         if node.probe_failed(reason):

@@ -48,6 +48,7 @@ class Node:
     info: NodeInfo = field(default_factory=NodeInfo)
     probed: bool = False  # a probe has succeeded once
     num_blames: int = 0
+    num_silent_probes: int = 0  # in a row
     num_in_flight: int = 0  # requests
     prompt_bytes_in_flight: int = 0
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)

@@ -78,11 +78,29 @@ async def test_frozen_node_is_found_out_while_others_are_probed_on_time() -> Non
 
         frozen._get = silence  # type: ignore[method-assign]
         await until(lambda: not made.node(frozen).usable, "found out")
-        assert "did not answer a probe within 0.2 s" in str(made.node(frozen).reason)
+        assert "probes within 0.2 s each" in str(made.node(frozen).reason)
         before = len(other.gets)
         await until(lambda: len(other.gets) > before + 2, "the other is probed")
         for _ in range(3):
             assert (await made.client.post(CHAT, json={})).headers["x-pdserve-prefill"] == other.url
+
+
+async def test_one_late_answer_to_a_probe_is_forgiven() -> None:
+    async with rig(connect_timeout_s=0.1) as made:
+        mock, node = made.decodes[0], made.node(made.decodes[0])
+        answer, silent = mock._get, asyncio.Event()
+
+        async def silent_once(request: Any) -> None:
+            mock._get = answer  # type: ignore[method-assign]
+            silent.set()
+            await hang(request)
+
+        mock._get = silent_once  # type: ignore[method-assign]
+        await silent.wait()
+        await until(lambda: node.num_silent_probes == 1, "probe timed out")
+        assert node.usable
+        await until(lambda: node.num_silent_probes == 0, "next probe answered")
+        assert node.usable
 
 
 async def test_node_without_ready_is_asked_for_health() -> None:
