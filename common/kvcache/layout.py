@@ -81,7 +81,8 @@ def _allocate(layout: KVLayout, num_pages: int, device: torch.device) -> torch.T
     shape = (num_pages, *layout.page_shape)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=layout.dtype, device=device)
-    memory = mmap.mmap(-1, num_pages * layout.page_nbytes)  # zero pages, backed when first written
+    # Zero pages, backed when first written. Private: huge pages of shared mappings are off on most machines.
+    memory = mmap.mmap(-1, num_pages * layout.page_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # a decode step touches each page once a layer: with 4 KiB pages each touch misses the TLB
     return torch.frombuffer(memory, dtype=layout.dtype).view(shape)
