@@ -3,18 +3,12 @@
 The id is the client's x-request-id, or a new one; it names the request in logs and between processes, and is echoed.
 """
 
-import re
-import secrets
 import time
-from collections.abc import Awaitable, Callable
 
+from common.http_exchange import ID_HEADER, AsgiApp, Message, Receive, Scope, Send, request_id_of
 from common.metrics import HttpMetrics
-from common.server.exchange import Message, Receive, Scope, Send
 
 CLIENT_LEFT_STATUS = 499  # as nginx counts a request whose client closed the connection before the answer
-ACCEPTED_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
-
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Access:
@@ -31,7 +25,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        request_id = _request_id(scope)
+        request_id = request_id_of(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id
         status = CLIENT_LEFT_STATUS
 
@@ -39,7 +33,7 @@ class Access:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), (ID_HEADER, request_id.encode())]
             await send(message)
 
         try:
@@ -47,10 +41,3 @@ class Access:
         finally:
             path = scope["path"] if scope["path"] in self._known_paths else "other"
             self._metrics.answered(path, status, time.monotonic() - started_s)
-
-
-def _request_id(scope: Scope) -> str:
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
-    if given is not None and ACCEPTED_ID.fullmatch(given):
-        return str(given, "ascii")
-    return secrets.token_hex(8)

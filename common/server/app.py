@@ -23,12 +23,12 @@ from starlette.routing import Route
 
 from common.config import JsonObject, NodeConfig
 from common.errors import Failure, not_found
+from common.http_exchange import AsgiApp
 from common.metrics import METRICS_CONTENT_TYPE, HttpMetrics, StatusCollector, TextMetrics, render, watch_gauge
-from common.server.access import Access, AsgiApp
+from common.server.access import Access
 from common.server.completions import INTERNAL_FAILURE, CompletionEndpoint
 from common.server.health import NodeHealth
 from common.server.openai_schema import RequestParser
-from common.server.openai_stream import error_body
 from common.server.tokenizer_manager import TokenizerManager
 
 PAGE_COUNTS = ("free", "cached", "held", "quarantined")
@@ -148,7 +148,7 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 def _failure(failure: Failure) -> Response:
-    return Response(error_body(failure), failure.status, media_type="application/json")
+    return _json(failure.openai_body(), failure.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable
 
 from common.errors import Failure, RequestError, deadline_exceeded
+from common.http_exchange import JSON_HEADERS, ClientLeft, Exchange, Headers, Receive, Scope, Send
 from common.messages import TextOut
 from common.metrics import TextMetrics
-from common.server.exchange import STREAM_HEADERS, ClientGone, Exchange, Receive, Scope, Send
 from common.server.openai_schema import ApiRequest
-from common.server.openai_stream import Reply, error_events
-from common.server.tokenizer_manager import ClientLeft, Stream, TokenizerManager
+from common.server.openai_stream import Reply
+from common.server.tokenizer_manager import Stream, TokenizerManager
 
 PREFILL_SITE_HEADER = b"x-pdserve-prefill-site"
+STREAM_HEADERS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 SEND_GRACE_S = 2.0  # after the deadline: for a client that stopped reading; its connection is then closed
 INTERNAL_FAILURE = Failure(500, "the server failed on this request; its log has the cause", code="internal_error")
 
@@ -39,10 +40,10 @@ class CompletionEndpoint:
         self._request_timeout_s = request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, scope["state"]["request_id"])
         try:
             await self._serve(exchange)
-        except (ClientGone, ClientLeft):
+        except ClientLeft:
             log.info("%s %s: the client left", exchange.request_id, exchange.path)
         except RequestError as error:
             await self._fail(exchange, error.failure)
@@ -99,15 +100,12 @@ class CompletionEndpoint:
                 reply.add(index, out)
                 meter.took(index, out)
         meter.answered(reply)
-        await exchange.reply_json(200, reply.body(), [(PREFILL_SITE_HEADER, reply.prefill_site.encode())])
+        await exchange.reply(200, [*JSON_HEADERS, (PREFILL_SITE_HEADER, reply.prefill_site.encode())], reply.body())
 
     async def _fail(self, exchange: Exchange, failure: Failure) -> None:
         log.log(logging.WARNING if failure.status >= 500 else logging.INFO, "%s %s: %d %s (stage %s)",
                 exchange.request_id, exchange.path, failure.status, failure.message, failure.stage)
-        if exchange.started:
-            await exchange.write(error_events(failure), more=False)
-        else:
-            await exchange.reply_failure(failure)
+        await exchange.fail(failure)
 
 
 class Meter:

@@ -23,12 +23,12 @@ import zmq
 
 from common.config import NodeAddresses, NodeConfig, encode_child_payload
 from common.errors import Failure, StartupError
+from common.http_server import HttpServer, bind
 from common.launch import STATUS_FD_VARIABLE, Child, ChildDied, Reporter, child_pipes
 from common.logs import configure_logs
 from common.models.config import ModelConfig
 from common.server.app import NodeFacts, build_app
 from common.server.health import NodeHealth, Phase
-from common.server.http_server import HttpServer, bind
 from common.server.run_directory import run_directory
 from common.server.tokenizer import Tokenizer
 from common.server.tokenizer_manager import Limits, TokenizerManager
@@ -82,8 +82,8 @@ class Node:
         model = ModelConfig.from_dir(Path(self.config.model))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         manager = TokenizerManager(self.health, context, self.addresses)
-        server = HttpServer(build_app(self.config, self._facts(model), self.health, manager), self.listener)
-        serving = asyncio.ensure_future(server.serve())
+        server = HttpServer(build_app(self.config, self._facts(model), self.health, manager))
+        serving = asyncio.ensure_future(server.serve(sockets=[self.listener]))
         children: list[Child] = []
         try:
             return await self._live(model, manager, children)

@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.config import JsonObject
-from common.errors import Failure
+from common.http_exchange import DONE
 from common.messages import FinishReason, PrefillSite, TextOut
 from common.server.openai_schema import ApiRequest
-
-DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -133,13 +131,3 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in self.choices)},
             "prefill_site": self.prefill_site,
         }
-
-
-def error_body(failure: Failure) -> bytes:
-    """The body of an error reply."""
-    return _encode(failure.openai_body())
-
-
-def error_events(failure: Failure) -> bytes:
-    """The end of a stream that had begun when its request failed."""
-    return b"data: " + error_body(failure) + b"\n\n" + DONE

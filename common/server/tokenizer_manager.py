@@ -18,6 +18,7 @@ import zmq
 
 from common.config import NodeAddresses
 from common.errors import Failure, RequestError, deadline_exceeded, invalid, overloaded
+from common.http_exchange import ClientLeft
 from common.messages import Abort, AbortCause, Drain, DropStream, Generate, NodeStatus, TextOut, TextOuts, ToDetokenizer, ToScheduler, ToTokenizer
 from common.request import Bootstrap, SamplingParams
 from common.server.health import NodeHealth
@@ -29,10 +30,6 @@ INLINE_CHARACTERS = 20_000  # text tokenised on the event loop: about 5 ms; long
 PROBED_CHARACTERS_A_TOKEN = 12  # ordinary text has 3 to 5
 DEADLINE_GRACE_S = 0.5  # the scheduler ends a request at its deadline and knows the stage; this is for when it does not
 MESSAGES_A_TURN = 64  # messages handled before other callbacks of the event loop get their turn
-
-
-class ClientLeft(Exception):
-    """The client has closed its connection; nobody reads an answer."""
 
 
 @dataclass(frozen=True, slots=True)

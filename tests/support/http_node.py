@@ -14,9 +14,9 @@ from fake_scheduler import FACTS, FakeScheduler
 from text_tokenizers import CONFIG, byte_level
 
 from common.config import NodeAddresses, NodeConfig
+from common.http_server import HttpServer, bind
 from common.server.app import NodeFacts, build_app
 from common.server.health import NodeHealth
-from common.server.http_server import HttpServer, bind
 from common.server.tokenizer import Tokenizer
 from common.server.tokenizer_manager import Limits, TokenizerManager
 
@@ -68,8 +68,8 @@ async def http_node(model_dir: Path, ready: bool = True, **settings: object) -> 
         manager.listen()
         listener = bind("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = HttpServer(build_app(config, NodeFacts(SERVED_MODEL, CONTEXT_LENGTH, "LlamaForCausalLM", "llama"), health, manager), listener)
-        serving = asyncio.ensure_future(server.serve())
+        server = HttpServer(build_app(config, NodeFacts(SERVED_MODEL, CONTEXT_LENGTH, "LlamaForCausalLM", "llama"), health, manager))
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         if ready:
             health.loaded(FACTS)
         try:

@@ -20,8 +20,8 @@ from fake_scheduler import START_VARIABLE, STEP_VARIABLE, Trigger
 from http_node import write_model_dir
 
 from common.errors import StartupError
+from common.http_server import bind
 from common.launch import Child, ChildDied
-from common.server.http_server import bind
 
 pytestmark = pytest.mark.system
 SUPPORT = Path(fake_scheduler.__file__).parent

@@ -3,10 +3,9 @@
 import json
 from typing import Any
 
-from common.errors import Failure
 from common.messages import TextOut
 from common.server.openai_schema import ApiRequest, RequestParser
-from common.server.openai_stream import Reply, error_body, error_events
+from common.server.openai_stream import Reply
 
 PARSER = RequestParser("m", bootstrap_port=8998)
 
@@ -104,9 +103,3 @@ def test_chat_body() -> None:
 
 def test_two_replies_have_two_ids() -> None:
     assert identity(Reply(request("chat", stream=True), "m"))[0] != identity(Reply(request("chat", stream=True), "m"))[0]
-
-
-def test_an_error_in_a_stream_is_a_plain_data_event_then_done() -> None:
-    failure = Failure(504, "too late", code="deadline_exceeded")
-    assert error_events(failure) == b"data: " + error_body(failure) + b"\n\ndata: [DONE]\n\n"
-    assert json.loads(error_body(failure)) == {"error": {"message": "too late", "type": "server_error", "param": None, "code": "deadline_exceeded"}}

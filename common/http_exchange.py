@@ -1,50 +1,64 @@
-"""One HTTP request and its one reply, at the level of ASGI messages.
+"""One HTTP request and its one reply, at the level of ASGI messages; nodes and the router speak it on the completion paths.
 
-The two completion endpoints speak ASGI themselves: a token's way to the client is one `send`, and the status line waits until
-the first output or failure is known, so that an early failure has its true status also when a stream was asked for.
+A token's way to the client is one `send`. The status line waits until the first output or failure is known, so that an early
+failure has its true status also when a stream was asked for; a later one is a data event with an error object, then [DONE]:
+clients raise on it, whereas they take a cut stream for a success.
 """
 
 import asyncio
 import math
+import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+import msgspec
+
 from common.errors import Failure, RequestError, deadline_exceeded, invalid, too_large
-from common.server.openai_stream import error_body
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+DONE = b"data: [DONE]\n\n"
+ABORT_EXTENSION = "pdserve.abort"  # of the ASGI scope: {"call": drops the connection with what is still to be sent}
+ID_HEADER = b"x-request-id"
+ACCEPTED_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 DEADLINE_HEADER = b"x-request-deadline"
 BODY_TIMEOUT_S = 30.0  # a client that sends its body slower than this holds a connection for nothing
 LINGER_S = 1.0  # how long the rest of a refused body is read and thrown away, so that the client gets to read the refusal
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
-STREAM_HEADERS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
-class ClientGone(Exception):
-    """The connection ended before the request was complete."""
+class ClientLeft(Exception):
+    """The client closed its connection before the reply was complete."""
 
 
 class Exchange:
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._headers: Headers = scope["headers"]
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        self.request_id = request_id
+        self.headers: Headers = scope["headers"]
+        self.path: str = scope["path"]
+        self.reply_headers: Headers = []  # sent with whatever is answered
+        self.status: int | None = None  # once sent
         self._receive = receive
         self._send = send
-        self.path: str = scope["path"]
-        self.request_id: str = scope["state"]["request_id"]
-        self.started = False
         self._unread_body = True
+        self._abort: Callable[[], None] = scope["extensions"][ABORT_EXTENSION]["call"]
+
+    @property
+    def started(self) -> bool:
+        return self.status is not None
 
     def header(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self._headers if key == name), None)
+        return next((value for key, value in self.headers if key == name), None)
 
     async def body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises RequestError (413 as soon as it is known to be too large, 408) or ClientGone."""
+        """The whole body. Raises RequestError (413 as soon as it is known to be too large, 408) or ClientLeft."""
         declared = self.header(b"content-length")
         if declared is not None and int(declared) > max_bytes:
             raise too_large(f"the request body has {int(declared)} bytes; at most {max_bytes} are taken: shorten it, or raise --max-body-bytes")
@@ -61,7 +75,7 @@ class Exchange:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ClientLeft
             part = message.get("body", b"")
             num_bytes += len(part)
             if num_bytes > max_bytes:
@@ -93,26 +107,34 @@ class Exchange:
             pass
 
     async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.reply_headers]})
 
     async def write(self, body: bytes, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def reply_json(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    async def reply(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """The whole reply. After a body that was not read, the connection is closed."""
-        extra = [(b"connection", b"close")] if self._unread_body else []
-        await self.start(status, [*JSON_HEADERS, (b"content-length", b"%d" % len(body)), *extra, *headers])
+        close = [(b"connection", b"close")] if self._unread_body else []
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body)), *close])
         if self._unread_body:
             await self.write(body, more=True)
             await self._discard_body()
             body = b""
         await self.write(body, more=False)
 
-    async def reply_failure(self, failure: Failure) -> None:
-        """An OpenAI error object, with Retry-After where the failure knows it."""
+    async def fail(self, failure: Failure) -> None:
+        """An OpenAI error object, with Retry-After where the failure knows it; after the status line, as the stream's end."""
+        error = msgspec.json.encode(failure.openai_body())
+        if self.started:
+            await self.write(b"data: " + error + b"\n\n" + DONE, more=False)
+            return
         retry = [] if failure.retry_after_s is None else [(b"retry-after", b"%d" % max(1, math.ceil(failure.retry_after_s)))]
-        await self.reply_json(failure.status, error_body(failure), retry)
+        await self.reply(failure.status, [*JSON_HEADERS, *retry], error)
+
+    def abort(self) -> None:
+        """For a client that does not read: a closing connection would wait for it."""
+        self._abort()
 
     async def _discard_body(self) -> None:
         try:
@@ -123,3 +145,9 @@ class Exchange:
                         return
         except TimeoutError:
             return
+
+
+def request_id_of(headers: Headers) -> str:
+    """The client's x-request-id, or a new one."""
+    given = next((value for key, value in headers if key == ID_HEADER), None)
+    return given.decode() if given is not None and ACCEPTED_ID.fullmatch(given) else secrets.token_hex(8)

@@ -1,6 +1,6 @@
-"""An HTTP server inside somebody else's event loop: uvicorn on a socket that was bound before, without its signal handlers.
+"""An HTTP server inside a process's own event loop: uvicorn on a socket that was bound before, without its signal handlers.
 
-What a client may make it hold is bounded: a request's head here, its body in exchange.py, its answer by its own length limit.
+What a client may make it hold is bounded: a request's head here, its body in http_exchange.py. Nodes and the router serve with it.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import StartupError
-from common.server.access import AsgiApp
+from common.http_exchange import ABORT_EXTENSION, AsgiApp
 
-BACKLOG = 2048
+BACKLOG = 4096  # a burst of clients waits here instead of being refused
 DATE_PERIOD_S = 1.0
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; the parser itself has no limit
 KEEP_ALIVE_S = 120  # longer than clients' pools keep an idle connection, so that the client closes first and never meets a closing server
@@ -38,24 +38,33 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class HttpServer:
-    def __init__(self, app: AsgiApp, listener: socket.socket) -> None:
-        self._listener = listener
+class HttpServer(uvicorn.Server):
+    """serve(sockets=[...]) runs until stop(). It wakes once a second, for the Date header, not ten times."""
+
+    def __init__(self, app: AsgiApp) -> None:
         config = uvicorn.Config(app, loop="none", http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
                                 backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_TIMEOUT_S)
-        self._server = _Server(config)
-
-    async def serve(self) -> None:
-        """Until stop()."""
-        await self._server.serve(sockets=[self._listener])
+        super().__init__(config)
+        self._stopping = asyncio.Event()
 
     def stop(self) -> None:
         """Take no new connections; replies under way get CLOSE_TIMEOUT_S."""
-        self._server.stop()
+        self.should_exit = True
+        self._stopping.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's own business."""
+        yield
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), DATE_PERIOD_S)
 
 
 class _Protocol(HttpToolsProtocol):
-    """Refuses a request whose head does not end."""
+    """Refuses a request whose head does not end; lets an app abort its connection, which ASGI has no word for."""
 
     _num_head_bytes = 0
     _reading_head = False
@@ -70,28 +79,8 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._reading_head, self._num_head_bytes = True, 0
         super().on_message_begin()
+        self.scope["extensions"] = {ABORT_EXTENSION: {"call": self.transport.abort}}
 
     def on_headers_complete(self) -> None:
         self._reading_head = False
         super().on_headers_complete()
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the process that embeds it, and wakes once a second (for the Date header) instead of ten times."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._stopping = asyncio.Event()
-
-    def stop(self) -> None:
-        self.should_exit = True
-        self._stopping.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def main_loop(self) -> None:
-        while not await self.on_tick(0):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), DATE_PERIOD_S)
