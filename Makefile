@@ -29,10 +29,10 @@ lint: $(VENV)/test.stamp
 	@echo "mypy"; $(BIN)/mypy --no-error-summary
 	@echo "import-linter"; $(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 
-# make bench: distance from the bare linears, and the transfer; takes minutes and wants an idle machine
+# make bench: a pair beside one node and the bare linears, attention, transfer; takes minutes and wants an idle machine
 bench: $(VENV)/test.stamp
-	@model=$$($(BIN)/python -c 'import sys; from common.models.acquire import resolve_model; print(resolve_model("demo", lambda line: print(line, file=sys.stderr)))'); \
-	OMP_NUM_THREADS=1 $(BIN)/python bench/decode_floor.py "$$model" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python bench/pd.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python bench/attention_cpu.py
 	@OMP_NUM_THREADS=1 $(BIN)/python bench/transfer.py
 	@echo "load on a running cluster (make serve): $(BIN)/python bench/serve.py --url http://127.0.0.1:8000 --num-prompts 32"
 
