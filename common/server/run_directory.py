@@ -1,7 +1,8 @@
-"""The private directory that holds a node's ipc sockets: mode 0700, made at start, gone at the end.
+"""The private directory that holds a node's ipc sockets: mode 0700, made at start, gone at the end. (`pdserve up` has one too,
+in which its nodes make theirs.)
 
-A node that is killed cannot remove its directory. The kernel drops the lock it held on it, though, and the next node to start
-removes what nobody has locked; not what is newer than STALE_S, which may be about to be locked.
+A process that is killed cannot remove its directory. The kernel drops the lock it held on it, though, and the next one of its kind
+to start removes what nobody has locked; not what is newer than STALE_S, which may be about to be locked.
 """
 
 import fcntl
@@ -21,14 +22,14 @@ MAX_IPC_PATH_BYTES = 107  # sun_path of a unix socket
 
 
 @contextmanager
-def run_directory() -> Iterator[Path]:
-    """Raises StartupError when the path is too long for a socket."""
-    path = Path(tempfile.mkdtemp(prefix=PREFIX))
+def run_directory(prefix: str = PREFIX) -> Iterator[Path]:
+    """`prefix` begins its name, and says which kind of process it belongs to. Raises StartupError when the path is too long for a socket."""
+    path = Path(tempfile.mkdtemp(prefix=prefix))
     lock = _lock(path)
     try:
         if len(os.fsencode(path / "detokenizer")) > MAX_IPC_PATH_BYTES:
             raise StartupError(f"{path} is too long a path for sockets ({MAX_IPC_PATH_BYTES} bytes); set TMPDIR to a shorter one, such as /tmp")
-        _remove_abandoned(path.parent)
+        _remove_abandoned(path.parent, prefix)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -36,8 +37,8 @@ def run_directory() -> Iterator[Path]:
             os.close(lock)
 
 
-def _remove_abandoned(parent: Path) -> None:
-    for path in parent.glob(f"{PREFIX}*"):
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    for path in parent.glob(f"{prefix}*"):
         lock = _lock(path) if _age_s(path) > STALE_S else None
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
