@@ -11,7 +11,7 @@ import logging
 
 from common.errors import Failure
 from common.messages import Abort, Drain, Generate
-from common.scheduling.extending import ExtendPlan
+from common.scheduling.extending import Chunk, ExtendPlan
 from common.scheduling.finish import accept_token
 from common.scheduling.intake import Intake
 from common.scheduling.outbox import Outbox
@@ -122,13 +122,13 @@ class PrefillScheduler:
     def _retire_extend(self, plan: ExtendPlan, tokens: list[int]) -> None:
         sampled = iter(tokens)
         for chunk in plan.chunks:
-            # a page leaves when it is full, the prompt's last one when the prompt is done
-            stop_page = self._pages.num_pages_for(chunk.stop) if chunk.last else chunk.stop // self._pages.page_size
-            self._ship(chunk.request, chunk.start // self._pages.page_size, stop_page)
             if chunk.last:
-                self._retire_prompt(chunk.request, next(sampled))
+                self._retire_prompt(chunk, next(sampled))
+            else:  # a page leaves when it is full
+                self._ship(chunk.request, chunk.start // self._pages.page_size, chunk.stop // self._pages.page_size)
 
-    def _retire_prompt(self, request: Request, token_id: int) -> None:
+    def _retire_prompt(self, chunk: Chunk, token_id: int) -> None:
+        request = chunk.request
         if request.bootstrap is None:
             self._work.retire_prompt(request, token_id)
         elif token_id == NON_FINITE:
@@ -137,7 +137,8 @@ class PrefillScheduler:
             room = request.bootstrap.room
             self._pages.share(request)
             accept_token(request, token_id, self._limits.eos_token_ids, self._limits.context_length)
-            self._endpoint.send_first_token(room, token_id, request.num_cached_tokens or 0)
+            self._endpoint.send_first_token(room, token_id, request.num_cached_tokens or 0)  # before the pages: the client waits for it
+            self._ship(request, chunk.start // self._pages.page_size, self._pages.num_pages_for(chunk.stop))
             self._endpoint.finish(room)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
