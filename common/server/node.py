@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,8 @@ class Node:
 
     async def _load(self, model: ModelConfig, manager: TokenizerManager, children: list[Child]) -> None:
         started_s = time.monotonic()
-        payload = encode_child_payload(self.config, self.addresses)
+        host, port = self.listener.getsockname()[:2]
+        payload = encode_child_payload(replace(self.config, port=port), self.addresses)  # the bound port names the children's log lines
         for name, module in (("scheduler", self.scheduler_module), ("detokenizer", self.detokenizer_module)):
             children.append(Child.module(name, module, payload, partial(self._progress, name)))
         tokenizer = await asyncio.to_thread(_load_tokenizer, Path(self.config.model))
@@ -138,7 +139,6 @@ class Node:
         manager.load(tokenizer, limits)
         manager.listen()
         self.health.loaded(facts)
-        host, port = self.listener.getsockname()[:2]
         bootstrap = {"bootstrap_port": facts["bootstrap_port"]} if self.config.role == "prefill" else {}
         self.reporter.ready(role=self.config.role, host=host, port=port, **bootstrap)
         log.info("ready after %.1f s: %s on http://%s:%d", time.monotonic() - started_s, self.config.served_model_name, host, port)
