@@ -77,6 +77,7 @@ class RouterConfig(HttpConfig):
     decode: tuple[str, ...] = flag((), "URL of a decode node; repeatable")
     policy: Literal["round_robin", "random", "least_load"] = flag("least_load", "how the pair is picked")
     max_retries: int = flag(1, "other pairs tried before the first byte of an answer; each with a new room", least=0, most=16)
+    max_concurrent_requests: int = flag(4096, "completion requests open at once, each with three sockets and its body in memory; more are answered 503 with Retry-After. Four decode nodes' rows and queues", least=1)
     health_check_interval_s: float = flag(1.0, "pause between probes of a node's /ready", unit="s", name="health-check-interval", least=0.05, most=60)
     connect_timeout_s: float = flag(2.0, "a node that does not accept within this is treated as gone", unit="s", name="connect-timeout", least=0.01)
 

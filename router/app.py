@@ -22,9 +22,9 @@ from starlette.routing import Route
 
 from common.config import JsonObject, RouterConfig
 from common.errors import Failure, not_found
+from common.http_exchange import ID_HEADER, Message, Receive, Scope, Send, request_id_of
 from common.metrics import METRICS_CONTENT_TYPE, render
 from router.completions import INTERNAL_FAILURE, CompletionProxy
-from router.exchange import ID_HEADER, Message, Receive, Scope, Send, request_id_of
 from router.nodes import Node
 from router.pairing import Pairing
 
@@ -55,11 +55,12 @@ class Surface:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (ID_HEADER, request_id_of(scope["headers"]))]
+                message["headers"] = [*message.get("headers", ()), (ID_HEADER, request_id_of(scope["headers"]).encode())]
             await send(message)
 
         try:
-            await self._control(scope, receive, send_with_id)
+            # HEAD is GET, answered without the body (which the server leaves out)
+            await self._control({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, send_with_id)
         finally:
             path = scope["path"] if scope["path"] in self._known_paths else "other"  # labels stay few
             self._metrics.http.answered(path, status, time.monotonic() - started_s)

@@ -1,13 +1,16 @@
 """From a request to a decode node's reply: two legs race, and the first to fail decides.
 
     pick a pair, mint rooms, POST to both at once
-      D's head comes              that is the answer; P may finish on its own, only its failure is counted
+      D's first body bytes come   that is the answer; P may finish on its own, only its failure is counted
       P fails before that         D is cancelled (its connection closed); retry, or P's error
       D fails                     P is cancelled; retry, or D's error
       nothing in time             TimeoutError
 
-A retry is another pair and another room, and only for what another pair may cure (LegFailed.retryable). When retries are used up
-the first cause is answered. Load is counted per leg: prefill's ends with the prefill reply, decode's with the stream.
+P also fails by an error event in a stream. A retry is another pair, or the same one when there is no other, and another room; only
+for what it may cure (LegFailed.retryable), and never at a node that asked for patience. A node that failed is probed before it is
+used again. When retries are used up the first cause is answered.
+
+Load is counted per leg: prefill's ends with the prefill reply, decode's with the stream.
 """
 
 import asyncio
@@ -19,12 +22,14 @@ import aiohttp
 from multidict import CIMultiDict
 
 from common.errors import RequestError
-from router.legs import LegFailed, NodeClient, broken
+from router.events import end_of_events, error_in, is_event_stream
+from router.legs import LegFailed, NodeClient, broken, failed_in_band
 from router.metrics import RouterMetrics
 from router.nodes import Node
 from router.pairing import Pair, Pairing
 from router.splice import Head, mint_rooms, splice
 
+Beginning = tuple[aiohttp.ClientResponse, bytes]  # of a decode node's reply: its head was read, and the body's first bytes
 PREFILL_GRACE_S = 1.0  # after the decode node's last byte; its prompt was computed elsewhere if prefill still goes on
 
 log = logging.getLogger(__name__)
@@ -34,7 +39,8 @@ log = logging.getLogger(__name__)
 class Prompt:
     """What goes to the nodes; `chosen` is told each pair that is tried."""
 
-    path: str
+    path: str  # with the query
+    request_id: str
     headers: CIMultiDict[str]
     body: bytes
     head: Head
@@ -46,10 +52,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class Answer:
-    """A decode node's reply under way; close() when it is not wanted any longer, or complete."""
+    """A decode node's reply under way; close() when it is not wanted any longer, or complete. first: the body's first bytes."""
 
     pair: Pair
     reply: aiohttp.ClientResponse
+    first: bytes
     prefill: "asyncio.Task[None]"
     prompt_bytes: int
 
@@ -66,26 +73,29 @@ class Answer:
 
 
 class Dispatcher:
-    def __init__(self, pairing: Pairing, client: NodeClient, metrics: RouterMetrics, *, max_retries: int) -> None:
+    def __init__(self, pairing: Pairing, client: NodeClient, metrics: RouterMetrics, *, max_retries: int, verdict_timeout_s: float) -> None:
         self._pairing = pairing
         self._client = client
         self._metrics = metrics
         self._max_retries = max_retries
-        self._legs: set[asyncio.Task[None] | asyncio.Task[aiohttp.ClientResponse]] = set()
+        self._verdict_timeout_s = verdict_timeout_s
+        self._legs: set[asyncio.Task[None] | asyncio.Task[Beginning]] = set()
 
     async def answer(self, prompt: Prompt) -> Answer:
         """Raises LegFailed, RequestError when there is no pair, or TimeoutError."""
         first: LegFailed | None = None
         tried: set[Node] = set()
+        busy: set[Node] = set()
         for _ in range(1 + self._max_retries):
             try:
-                pair = self._pairing.pick(prompt.model, tried)
+                pair = await self._pick(prompt, tried, busy)
             except RequestError:
                 if first is not None:
                     raise first from None
                 raise
             if first is not None:
                 self._metrics.retries.inc()
+                log.info("%s: tried again after %s", prompt.request_id, first)
             tried |= {pair.prefill, pair.decode}
             prompt.chosen(pair)
             try:
@@ -94,13 +104,23 @@ class Dispatcher:
                 if not failed.retryable:
                     raise
                 first = first or failed
+                if failed.asks_patience:
+                    busy.add(failed.node)
         assert first is not None
         raise first
+
+    async def _pick(self, prompt: Prompt, tried: set[Node], busy: set[Node]) -> Pair:
+        try:
+            return self._pairing.pick(prompt.model, tried, busy)
+        except RequestError:
+            if not await self._pairing.settled(self._verdict_timeout_s):
+                raise
+        return self._pairing.pick(prompt.model, tried, busy)
 
     async def _race(self, prompt: Prompt, pair: Pair) -> Answer:
         body = splice(prompt.body, prompt.head, pair.prefill.bootstrap_host, pair.prefill.bootstrap_port, mint_rooms(prompt.num_prompts))
         prefill = asyncio.create_task(self._prefill(pair.prefill, prompt, body))
-        decode = asyncio.create_task(self._client.post(pair.decode, prompt.path, prompt.headers, body))
+        decode = asyncio.create_task(self._decode(pair.decode, prompt, body))
         for leg, node in ((prefill, pair.prefill), (decode, pair.decode)):
             self._watch(leg, node)
         pair.prefill.begin(len(body))
@@ -113,36 +133,65 @@ class Dispatcher:
             failures = [error for leg in (prefill, decode) if leg.done() and (error := leg.exception()) is not None]
             if failures and not (decode.done() and decode.exception() is None):
                 raise min(failures, key=_is_retryable)  # of two at once, the one that speaks of the request itself
-            return Answer(pair, decode.result(), prefill, len(body))
+            return Answer(pair, *decode.result(), prefill, len(body))
         except BaseException:
             pair.decode.end(len(body))
             prefill.cancel()
             if not decode.cancel() and decode.exception() is None:
-                decode.result().close()
+                decode.result()[0].close()
             raise
+
+    async def _decode(self, node: Node, prompt: Prompt, body: bytes) -> "Beginning":
+        reply = await self._client.post(node, prompt.path, prompt.headers, body)
+        try:
+            first = await reply.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise broken(node, f"its reply is cut short: {error}") from error
+        except asyncio.CancelledError:
+            reply.close()
+            raise
+        if not first:
+            raise broken(node, "its reply is empty")
+        return reply, first
 
     async def _prefill(self, node: Node, prompt: Prompt, body: bytes) -> None:
         async with asyncio.timeout_at(prompt.end_s):  # its own: the stream may end before it
             reply = await self._client.post(node, prompt.path, prompt.headers, body)
             try:
-                while await reply.content.readany():
-                    pass
+                await _read_prefill(node, reply)
             except (aiohttp.ClientError, OSError) as error:
                 raise broken(node, f"its reply is cut short: {error}") from error
             finally:
                 reply.close()
 
-    def _watch(self, leg: "asyncio.Task[None] | asyncio.Task[aiohttp.ClientResponse]", node: Node) -> None:
+    def _watch(self, leg: "asyncio.Task[None] | asyncio.Task[Beginning]", node: Node) -> None:
         self._legs.add(leg)  # the loop itself keeps no task alive
 
-        def ended(task: "asyncio.Task[None] | asyncio.Task[aiohttp.ClientResponse]") -> None:
+        def ended(task: "asyncio.Task[None] | asyncio.Task[Beginning]") -> None:
             self._legs.discard(task)
             error = None if task.cancelled() else task.exception()
             if isinstance(error, LegFailed):
                 self._metrics.leg_failed(node, error.failure.status)
-                log.info("%s", error)
+                log.debug("%s", error)
 
         leg.add_done_callback(ended)
+
+
+async def _read_prefill(node: Node, reply: aiohttp.ClientResponse) -> None:
+    """To its end. Raises LegFailed for an error event, or what aiohttp raises."""
+    held, streamed = b"", is_event_stream(reply.content_type)
+    while part := await reply.content.readany():
+        if streamed:
+            held += part
+            end = end_of_events(held)
+            _raise_error_in(node, held[:end])
+            held = held[end:]
+    _raise_error_in(node, held)
+
+
+def _raise_error_in(node: Node, events: bytes) -> None:
+    if (error := error_in(events)) is not None:
+        raise failed_in_band(node, error)
 
 
 def _is_retryable(error: BaseException) -> bool:

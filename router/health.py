@@ -11,7 +11,7 @@ import logging
 import aiohttp
 import msgspec
 
-from router.legs import read_whole
+from router.legs import is_own_limit, read_whole
 from router.nodes import Node, NodeInfo, NodeTable
 
 INFO_PATHS = ("/server_info", "/get_server_info")  # the second: older SGLang
@@ -53,6 +53,10 @@ class Prober:
 
     async def probe(self, node: Node) -> None:
         num_blames = node.num_blames
+        await self._probe(node, num_blames)
+        node.probe_ended(num_blames)
+
+    async def _probe(self, node: Node, num_blames: int) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 info = await self._ask(node.url)
@@ -65,6 +69,9 @@ class Prober:
             self._failed(node, str(error))
         except (aiohttp.ClientError, OSError, ValueError, OverflowError) as error:  # ValueError: a reply that is no HTTP, in some forms
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            if is_own_limit(error) and node.usable:
+                log.warning("%s node %s could not be probed: %s", node.leg, node.url, cause)
+                return
             self._failed(node, f"cannot be reached: {cause}")
         else:
             if node.probe_succeeded(info, num_blames):

@@ -20,12 +20,12 @@ from prometheus_client import CollectorRegistry
 
 from common.config import RouterConfig
 from common.errors import StartupError
+from common.http_server import HttpServer, bind
 from common.launch import STATUS_FD_VARIABLE, Reporter, child_pipes
 from common.logs import configure_logs
 from router.app import build_app
 from router.completions import CompletionProxy
 from router.health import Prober
-from router.http_server import HttpServer, bind
 from router.legs import NodeClient
 from router.nodes import NodeTable
 from router.pairing import Pairing

@@ -4,7 +4,8 @@
 
 Two things speak about a node. A probe (health.py) may say yes or no; a request whose connection failed may only say no (blame),
 and asks for a probe at once. Neither says anything for longer than until the next probe: no node is struck off for good. A probe
-that was on its way when a request blamed the node is too old to clear it.
+that was on its way when a request blamed the node is too old to clear it. Until that probe's verdict the node is a suspect: it is
+not used, but a request that has no other node waits for the verdict.
 """
 
 import asyncio
@@ -52,6 +53,7 @@ class Node:
     num_in_flight: int = 0  # requests
     prompt_bytes_in_flight: int = 0
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
+    verdict: asyncio.Event | None = None  # while it is a suspect: set when the probe that follows the blame has ended
 
     @property
     def usable(self) -> bool:
@@ -75,6 +77,8 @@ class Node:
         self.num_blames += 1
         self.reason = reason
         self.probe_now.set()
+        if self.verdict is None:
+            self.verdict = asyncio.Event()
 
     def probe_succeeded(self, info: NodeInfo, num_blames: int) -> bool:
         """num_blames: as it was when the probe began. True when the node became usable."""
@@ -90,6 +94,12 @@ class Node:
         was_usable = self.usable
         self.reason = reason
         return was_usable
+
+    def probe_ended(self, num_blames: int) -> None:
+        """Whatever it found."""
+        if num_blames == self.num_blames and self.verdict is not None:
+            self.verdict.set()
+            self.verdict = None
 
     def serves(self, model: str | None) -> bool:
         return model is None or self.info.served_model_name in (model, None)

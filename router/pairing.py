@@ -1,10 +1,12 @@
 """A pair for a request: usable nodes that serve its model and agree on what they must agree on.
 
-When there is none the answer is 503 at once, and it says which role is missing and why. Nodes that this request has tried before
-are taken only when there is no other.
+When there is none the answer is 503, and it says which role is missing and why. Nodes that this request has tried before are taken
+only when there is no other, nodes that asked it to come later not at all.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from common.errors import Failure, RequestError, invalid, not_found
@@ -43,9 +45,9 @@ class Pairing:
             raise not_found(text, param="model", code="model_not_found")
         return asked
 
-    def pick(self, model: str | None, tried: Collection[Node] = ()) -> Pair:
+    def pick(self, model: str | None, tried: Collection[Node] = (), busy: Collection[Node] = ()) -> Pair:
         """Raises RequestError 503 when there is no pair."""
-        partners = self._partners(model)
+        partners = self._partners(model, busy)
         if not partners:
             raise RequestError(Failure(503, self.missing(model) or "no pair", code="no_usable_pair", stage="router", retry_after_s=RETRY_AFTER_S))
         turn, self._turn = self._turn, self._turn + 1
@@ -74,9 +76,18 @@ class Pairing:
         prefills, decodes = self._usable(self.nodes.prefill, model), self._usable(self.nodes.decode, model)
         return [reason for prefill in prefills for decode in decodes if (reason := disagreement(prefill, decode)) is not None]
 
-    def _partners(self, model: str | None) -> dict[Node, list[Node]]:
-        decodes = self._usable(self.nodes.decode, model)
-        partners = {prefill: [decode for decode in decodes if _match(prefill, decode)] for prefill in self._usable(self.nodes.prefill, model)}
+    async def settled(self, timeout_s: float) -> bool:
+        """Wait for the verdict on suspects, which may make pick() succeed. False when there are none."""
+        verdicts = [node.verdict for node in self.nodes.all if node.verdict is not None]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for verdict in verdicts:
+                    await verdict.wait()
+        return bool(verdicts)
+
+    def _partners(self, model: str | None, busy: Collection[Node] = ()) -> dict[Node, list[Node]]:
+        prefills, decodes = ([node for node in self._usable(nodes, model) if node not in busy] for nodes in (self.nodes.prefill, self.nodes.decode))
+        partners = {prefill: [decode for decode in decodes if _match(prefill, decode)] for prefill in prefills}
         return {prefill: matching for prefill, matching in partners.items() if matching}
 
     @staticmethod

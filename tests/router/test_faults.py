@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 from mock_node import EVENTS, STREAM, WHOLE, Behaviour, Received, babble, end_early, hang, hang_up, refuse, reset, reset_midway
-from router_harness import CHAT, Rig, events, rig
+from router_harness import CHAT, Rig, events, rig, until
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,13 @@ async def meet(leg: str, fault: str, stream: bool, others: bool) -> None:
         reply = await made.client.post(CHAT, json={"messages": [], "stream": stream}, headers=headers)
         assert time.monotonic() - began_s < 1.3
         await check(made, reply, expected, stream=stream, others=others)
-        assert made.node(faulty).num_blames == int(expected.blamed)
+        patience = fault == "503" and not others  # it said Retry-After, and there is no other
+        retried = expected.cured and not patience and (others or fault != "refused")  # when it is alone, a probe clears it unless it is gone
+        assert await made.retries() == float(retried)
+        assert made.node(faulty).num_blames == int(expected.blamed) * (1 if others or not retried else 2)
         for mock in (*made.prefills, *made.decodes):
             if mock is not faulty:
                 assert made.node(mock).num_blames == 0
-        retried = expected.cured and (others or not expected.blamed)
-        assert await made.retries() == float(retried)
         if behaviour is None:
             await faulty.start()
 
@@ -95,7 +96,7 @@ async def check(made: Rig, reply: httpx.Response, expected: Outcome, *, stream: 
     assert error["code"] == expected.code
     if expected.code == "refused_by_mock":
         assert error == {"message": f"mock says {expected.status}", "type": "t", "param": "p", "code": "refused_by_mock"}
-    if expected.status == 429:
+    if expected.code == "refused_by_mock" and expected.status in (429, 503):
         assert reply.headers["retry-after"] == "7"
 
 
@@ -184,3 +185,161 @@ async def test_error_that_is_no_openai_object_is_put_into_one() -> None:
         reply = await made.client.post(CHAT, json={"messages": []})
         assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
         assert "Bad Request" in reply.json()["error"]["message"]
+
+
+async def test_prefill_refusal_after_the_decode_nodes_head_is_the_answer() -> None:
+    """A node that sends its head early has not begun to answer."""
+    async with rig() as made:
+        prefill, decode = made.prefills[0], made.decodes[0]
+
+        async def head_only(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await hang(request)
+
+        async def refuse_late(request: Received) -> None:
+            await decode.wait_posts(1)
+            await asyncio.sleep(0.05)  # the head arrives
+            await refuse(400)(request)
+
+        prefill.behave, decode.behave = refuse_late, head_only
+        reply = await made.client.post(CHAT, json={"messages": [], "stream": True})
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, "mock says 400")
+        async with asyncio.timeout(0.2):
+            await decode.posts[0].closed.wait()
+        await until(lambda: made.node(decode).num_in_flight == 0, "nothing in flight")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [('{"message":"too long","type":"BadRequest","code":400}', 400), ('{"message":"too long","type":"invalid_request_error","code":"c"}', 400),
+     ('{"message":"too long","type":"x","code":null}', 500)],
+)  # fmt: skip
+async def test_error_event_of_the_prefill_leg_is_a_failure(error: str, status: int) -> None:
+    async with rig() as made:
+        event = f'data: {{"error":{error}}}\n\n'.encode()
+
+        async def in_band(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(event[:20])
+            await request.chunk(event[20:])
+            await request.end()
+
+        made.prefills[0].behave, made.decodes[0].behave = in_band, hang
+        reply = await made.client.post(CHAT, json={"messages": [], "stream": True})
+        assert (reply.status_code, reply.json()["error"]["message"]) == (status, "too long")
+        assert made.node(made.prefills[0]).num_blames == 0
+
+
+@pytest.mark.parametrize("after", [b"", b": bye\n\n"], ids=["done", "comment"])
+@pytest.mark.parametrize("end", [reset, hang_up, Received.end], ids=["reset", "hang up", "end"])
+async def test_stream_that_said_done_has_ended_well(after: bytes, end: Behaviour) -> None:
+    async with rig() as made:
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(STREAM + after)
+            await asyncio.sleep(0.02)  # a reset discards what the receiver has not read
+            await end(request)
+
+        made.decodes[0].behave = decode
+        reply = await made.client.post(CHAT, json={"messages": [], "stream": True})
+        assert reply.content == STREAM + after
+        assert made.node(made.decodes[0]).num_blames == 0
+
+
+async def test_stream_that_goes_on_after_done_is_ended() -> None:
+    async with rig() as made:
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(STREAM)
+            await hang(request)
+
+        made.decodes[0].behave = decode
+        began_s = time.monotonic()
+        assert (await made.client.post(CHAT, json={"messages": [], "stream": True})).content == STREAM
+        assert time.monotonic() - began_s < 2
+        async with asyncio.timeout(1):
+            await made.decodes[0].posts[0].closed.wait()
+
+
+@pytest.mark.parametrize("end", [reset, hang_up, Received.end], ids=["reset", "hang up", "end"])
+async def test_error_event_of_the_decode_node_stays_the_only_one(end: Behaviour, caplog: pytest.LogCaptureFixture) -> None:
+    async with rig() as made:
+        error = b'data: {"error":{"message":"first cause","type":"server_error"}}\n\n'
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(EVENTS[0] + error)
+            await asyncio.sleep(0.02)
+            await end(request)
+
+        made.decodes[0].behave = decode
+        reply = await made.client.post(CHAT, json={"messages": [], "stream": True}, headers={"x-request-id": "id-7"})
+        assert reply.content == EVENTS[0] + error + b"data: [DONE]\n\n"
+        (line,) = [record.getMessage() for record in caplog.records if "id-7" in record.getMessage()]
+        assert "500 first cause" in line
+        assert made.decodes[0].url in line
+
+
+async def test_text_that_looks_like_an_end_is_none() -> None:
+    async with rig() as made:
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(b'data: {"choices":[{"delta":{"content":"\\ndata: [DONE]\\n\\"error\\""}}]}\n\n')
+            await request.end()
+
+        made.decodes[0].behave = decode
+        *_, error, _ = events((await made.client.post(CHAT, json={"stream": True})).text)
+        assert "without [DONE]" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_node_that_asks_for_patience_gets_it(leg: str) -> None:
+    """Its refusal is passed on when there is no other; another node serves when there is one."""
+    async with rig(1, 2) as made:
+        for mock in made.prefills if leg == "prefill" else made.decodes:
+            mock.behave = refuse(503, retry_after="7")
+        reply = await made.client.post(CHAT, json={})
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "7")
+        assert len(made.prefills[0].posts) == (1 if leg == "prefill" else 2)
+        assert [len(mock.posts) for mock in made.decodes] in ([[1, 0], [0, 1]] if leg == "prefill" else [[1, 1]])
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_one_reset_of_the_only_node_costs_no_request(leg: str) -> None:
+    """Neither that one nor those that come while the node is probed."""
+    async with rig(health_check_interval_s=30.0) as made:
+        mock = (made.prefills if leg == "prefill" else made.decodes)[0]
+
+        async def reset_once(request: Received) -> None:
+            await (reset if request is mock.posts[0] else mock.serve_well)(request)
+
+        mock.behave = reset_once
+        replies = await asyncio.gather(*(made.client.post(CHAT, json={}) for _ in range(4)))
+        assert [reply.status_code for reply in replies] == [200] * 4
+        assert await made.retries() == 1
+        assert made.node(mock).num_blames == 1
+        assert len({post.room for post in mock.posts}) == 5
+
+
+async def test_frozen_only_node_is_not_waited_for_longer_than_a_probe() -> None:
+    async with rig(health_check_interval_s=30.0, connect_timeout_s=0.2) as made:
+        mock = made.decodes[0]
+        mock.behave = reset
+        mock._get = hang  # type: ignore[method-assign]
+        began_s = time.monotonic()
+        reply = await made.client.post(CHAT, json={})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "node_unreachable")
+        assert 0.15 < time.monotonic() - began_s < 1
+
+
+async def test_failed_request_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Its id, its pair, the first cause."""
+    async with rig() as made:
+        caplog.set_level("INFO")
+        made.prefills[0].behave = refuse(400)
+        await made.client.post(CHAT, json={}, headers={"x-request-id": "id-9"})
+        (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("router.")]
+        assert line == f"id-9 {CHAT}: 400 mock says 400 (prefill {made.prefills[0].url}, decode {made.decodes[0].url})"

@@ -1,16 +1,19 @@
 """Which nodes serve: probes, blame, restarts, compatible pairs, models, policies."""
 
 import asyncio
+import socket
 import time
 from collections import Counter
 from typing import Any
 
 import pytest
-from mock_node import INFO, MockNode, Rooms, hang, refuse
+from mock_node import INFO, MockNode, Received, Rooms, hang, mock_nodes, refuse
+from multidict import CIMultiDict
 from router_harness import CHAT, rig, routed, until
 
 from common.config import RouterConfig
 from common.errors import RequestError
+from router.legs import NodeClient
 from router.nodes import NodeInfo, NodeTable
 from router.pairing import Pairing
 from router.policy import POLICIES
@@ -83,6 +86,30 @@ async def test_frozen_node_is_found_out_while_others_are_probed_on_time() -> Non
         await until(lambda: len(other.gets) > before + 2, "the other is probed")
         for _ in range(3):
             assert (await made.client.post(CHAT, json={})).headers["x-pdserve-prefill"] == other.url
+
+
+async def test_connections_to_nodes_end_when_a_host_vanishes() -> None:
+    """It sends no reset; the kernel asks it, and gives up in about 10 s."""
+    async with mock_nodes() as ((prefill,), _):
+        client = NodeClient(1.0)
+
+        async def head_only(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await hang(request)
+
+        prefill.behave = head_only
+        try:
+            node = NodeTable.of(RouterConfig(prefill=(prefill.url,))).prefill[0]
+            reply = await client.post(node, CHAT, CIMultiDict(), b'{"bootstrap_room":1}')
+            assert reply.connection is not None
+            assert reply.connection.transport is not None
+            connection = reply.connection.transport.get_extra_info("socket")
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            for option, value in ((socket.TCP_USER_TIMEOUT, 10_000), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2)):
+                assert connection.getsockopt(socket.IPPROTO_TCP, option) == value
+            reply.close()
+        finally:
+            await client.close()
 
 
 async def test_one_late_answer_to_a_probe_is_forgiven() -> None:

@@ -151,6 +151,23 @@ async def test_resident_memory() -> None:
         assert psutil.Process(child.process.pid).memory_info().rss < MAX_RESIDENT_BYTES
 
 
+async def test_router_without_sockets_blames_no_node() -> None:
+    async with mock_nodes() as (prefills, decodes), process(prefills, decodes) as (child, url):
+        router = psutil.Process(child.process.pid)
+        async with httpx.AsyncClient(base_url=url, verify=False, trust_env=False, timeout=10) as client:
+            assert (await client.get("/health")).status_code == 200  # this connection stays
+            limits = router.rlimit(psutil.RLIMIT_NOFILE)
+            router.rlimit(psutil.RLIMIT_NOFILE, (1, limits[1]))
+            for _ in range(3):
+                reply = await client.post(CHAT, json={})
+                assert (reply.status_code, reply.json()["error"]["code"]) == (503, "overloaded")
+                assert reply.headers["retry-after"] == "1"
+                assert "no socket left" in reply.json()["error"]["message"]
+            assert (await client.get("/ready")).status_code == 200
+            router.rlimit(psutil.RLIMIT_NOFILE, limits)
+            assert (await client.post(CHAT, json={})).status_code == 200
+
+
 def test_imports_nothing_of_an_engine() -> None:
     code = f"import json, sys, router.main; print(json.dumps([name for name in {FORBIDDEN!r} if name in sys.modules]))"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env={**os.environ}).stdout

@@ -4,8 +4,8 @@ import asyncio
 
 import openai
 import pytest
-from mock_node import refuse, reset_midway
-from router_harness import CHAT, COMPLETIONS, rig
+from mock_node import hang, refuse, reset_midway
+from router_harness import CHAT, COMPLETIONS, rig, until
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,34 @@ async def test_information() -> None:
         assert decode["info"]["context_length"] == 256
         (card,) = (await made.client.get("/v1/models")).json()["data"]
         assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 256)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/server_info", "/v1/models"])
+async def test_head_is_get_without_a_body(path: str) -> None:
+    async with rig() as made:
+        reply = await made.client.head(path)
+        assert (reply.status_code, reply.content) == (200, b"")
+        assert int(reply.headers["content-length"]) > 0
+        assert (await made.client.get("/health")).status_code == 200  # on the same connection
+
+
+async def test_more_open_requests_than_allowed_are_refused_at_once() -> None:
+    async with rig(max_concurrent_requests=2) as made:
+        made.prefills[0].behave = made.decodes[0].behave = hang
+        asking = [asyncio.ensure_future(made.client.post(CHAT, json={})) for _ in range(2)]
+        await made.decodes[0].wait_posts(2)
+        for _ in range(3):  # a refused one counts for none
+            reply = await made.client.post(CHAT, json={"messages": "x" * 1000})
+            assert (reply.status_code, reply.headers["retry-after"], reply.json()["error"]["code"]) == (503, "1", "overloaded")
+        made.prefills[0].behave, made.decodes[0].behave = made.prefills[0].serve_well, made.decodes[0].serve_well
+        for task in asking:
+            task.cancel()
+
+        async def is_served() -> bool:
+            return (await made.client.post(CHAT, json={})).status_code == 200
+
+        await until(is_served, "room again")
+        assert len(made.decodes[0].posts) == 3
 
 
 async def test_metrics() -> None:

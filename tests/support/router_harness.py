@@ -11,8 +11,8 @@ import httpx
 from mock_node import MockNode, mock_nodes
 
 from common.config import RouterConfig
+from common.http_server import bind
 from common.launch import Reporter
-from router.http_server import bind
 from router.main import Router
 from router.nodes import Node, NodeTable
 
