@@ -136,7 +136,7 @@ async def test_a_child_s_death_answers_open_requests_and_ends_the_node(
         assert answer.status_code == 503
         assert "ended with status -9" in answer.json()["error"]["message"]
         assert await node.child.wait_death() == 1
-        assert time.monotonic() - started_s < 1
+        assert time.monotonic() - started_s < 2  # 0.5 on an idle machine
 
 
 async def test_shutdown_lets_short_requests_finish_and_refuses_new_ones(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
