@@ -39,7 +39,7 @@ bench: $(VENV)/test.stamp
 # make clean: removes .venv, caches and build output; the model cache stays
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find $(PACKAGES) tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf __pycache__; find $(PACKAGES) tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/serve.stamp: pyproject.toml constraints.txt deploy/venv.sh
 	@bash deploy/venv.sh $(VENV) .

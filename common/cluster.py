@@ -37,8 +37,8 @@ ANY_ADDRESS = ("0.0.0.0", "::", "")
 class UpConfig:
     """How many nodes `up` starts."""
 
-    num_prefill: int = flag(1, "prefill nodes", least=1, most=64)
-    num_decode: int = flag(1, "decode nodes", least=1, most=64)
+    num_prefill: int = flag(1, "prefill nodes; one keeps a small machine free for decoding", least=1, most=64)
+    num_decode: int = flag(1, "decode nodes; more share the streams", least=1, most=64)
 
 
 @dataclass(slots=True)

@@ -34,10 +34,10 @@ class HttpConfig:
     """Settings of every process that serves HTTP."""
 
     host: str = flag("127.0.0.1", "address to bind; loopback unless told otherwise")
-    log_level: LogLevel = flag("info", "least severe level that is logged")
+    log_level: LogLevel = flag("info", "least severe level that is logged; info has one line a start, a stop and a failed request")
     max_body_bytes: int = flag(4 << 20, "larger request bodies are answered 413; 4 MiB holds a 1M-token prompt as text", unit="bytes", least=1)
-    request_timeout_s: float = flag(600.0, "deadline of a request that brings none (header x-request-deadline, unix seconds)", unit="s", name="request-timeout", least=0.1)
-    shutdown_timeout_s: float = flag(5.0, "how long running requests may go on after SIGTERM before they are failed with 503", unit="s", name="shutdown-timeout", least=0)
+    request_timeout_s: float = flag(600.0, "longest life of a request: its deadline when it brings none or a later one (header x-request-deadline, absolute unix seconds); ten minutes hold a long answer on a slow machine", unit="s", name="request-timeout", least=0.1)
+    shutdown_timeout_s: float = flag(5.0, "how long running requests may go on after SIGTERM before they are failed with 503; 5 s end within the 10 s that supervisors grant", unit="s", name="shutdown-timeout", least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,26 +45,26 @@ class NodeConfig(HttpConfig):
     """Settings of a prefill or decode node. Both nodes of a pair must agree on model, dtype, page size and context length."""
 
     role: Role = "decode"  # set by the sub-command
-    port: int = flag(8200, "HTTP port; 0: any free one, reported when ready", least=0, most=MAX_PORT)
+    port: int = flag(8200, "HTTP port; 0: any free one, reported when ready. Each process has its own default, so that all run on one machine", least=0, most=MAX_PORT)
     model: str = flag("demo", "directory of safetensors, hub id, .gguf file, or `demo` (the embedded SmolLM2-135M-Instruct)")
-    served_model_name: str | None = flag(None, "name clients use in `model`; default: the value of --model")
-    device: Device = flag("cpu", "where the model runs")
+    served_model_name: str | None = flag(None, "name clients use in `model`; default: the value of --model as given")
+    device: Device = flag("cpu", "where the model runs; cpu works everywhere, cuda has never been run")
     dtype: DType = flag("auto", "weights, activations and KV; auto: the checkpoint's, float16 becoming bfloat16")
     attention_backend: Literal["auto", "torch", "numba"] = flag("auto", "auto: numba on CPU (reads KV pages in place), torch elsewhere")
     page_size: int = flag(16, "KV page; smaller shares more prefix, larger means fewer descriptors", unit="tokens", choices=PAGE_SIZES)
-    context_length: int | None = flag(None, "longest prompt + output; default: the model's", unit="tokens", least=2)
-    max_running_requests: int = flag(64, "rows of the decode batch; more wait in the queue", least=1, most=65536)
-    max_queued_requests: int = flag(1024, "requests waiting beyond the running ones; more are answered 503 with Retry-After", least=0)
+    context_length: int | None = flag(None, "longest prompt + output together; default: the model's own limit, smaller saves page-table memory", unit="tokens", least=2)
+    max_running_requests: int = flag(64, "rows of the decode batch, requests that hold pages; more wait in the queue. Bounds how slow one decode step gets", least=1, most=65536)
+    max_queued_requests: int = flag(1024, "requests waiting beyond the running ones; more are answered 503 with Retry-After, since they would only wait for their deadline", least=0)
     max_total_tokens: int | None = flag(None, "size of the KV pool; default: from --mem-fraction-static", unit="tokens", least=1)
     mem_fraction_static: float = flag(0.25, "share of free memory for weights and KV pool when --max-total-tokens is not given; low on CPU, where nodes share one memory", unit="fraction", least=0.01, most=0.99)
     chunked_prefill_size: int = flag(512, "most prompt tokens in one extend batch; bounds how long decode steps wait behind it", unit="tokens", least=1)
     max_decode_delay_steps: int = flag(4, "extend batches in a row before running requests get a decode step; prefill goes first, decode never starves", unit="batches", least=1)
-    disable_radix_cache: bool = flag(False, "do not keep finished prompts for reuse")
+    disable_radix_cache: bool = flag(False, "do not keep finished prompts and answers for reuse; default: keep them, it costs only pages nobody else wants")
     threads: int = flag(1, "compute threads of the scheduler process; 1 measured fastest with one core per node", unit="threads", least=1, most=1024)
-    transfer_backend: Literal["tcp"] = flag("tcp", "how KV pages travel from prefill to decode node")
-    bootstrap_port: int = flag(8998, "control endpoint of a prefill node (ignored on decode nodes)", least=0, most=MAX_PORT)
+    transfer_backend: Literal["tcp"] = flag("tcp", "how KV pages travel from prefill to decode node; tcp needs nothing installed")
+    bootstrap_port: int = flag(8998, "port of a prefill node's control endpoint, where decode nodes make their offers; 8998 is SGLang's. 0: any free one", least=0, most=MAX_PORT)
     advertise_host: str | None = flag(None, "address at which peers reach this node's transfer endpoint; default: --host, or the address of the route to the peer when that is 0.0.0.0")
-    peer_timeout_s: float = flag(3.0, "a peer silent for this long is lost: its requests end, its pages are fenced", unit="s", name="peer-timeout", least=0.1)
+    peer_timeout_s: float = flag(3.0, "a peer silent for this long is lost: its requests end, its pages are fenced. Six heartbeats; a killed process is noticed at once", unit="s", name="peer-timeout", least=0.1)
     offer_timeout_s: float = flag(30.0, "how long a prefill node keeps a decode node's offer whose request has not come; both legs of a request are sent at once", unit="s", name="offer-timeout", least=0.1)
 
 
@@ -72,13 +72,13 @@ class NodeConfig(HttpConfig):
 class RouterConfig(HttpConfig):
     """Settings of the router."""
 
-    port: int = flag(8000, "HTTP port; 0: any free one, reported when ready", least=0, most=MAX_PORT)
+    port: int = flag(8000, "HTTP port; 0: any free one, reported when ready. Each process has its own default, so that all run on one machine", least=0, most=MAX_PORT)
     prefill: tuple[str, ...] = flag((), "URL of a prefill node, or URL,BOOTSTRAP_PORT (default 8998); repeatable")
     decode: tuple[str, ...] = flag((), "URL of a decode node; repeatable")
-    policy: Literal["round_robin", "random", "least_load"] = flag("least_load", "how the pair is picked")
+    policy: Literal["round_robin", "random", "least_load"] = flag("least_load", "how the pair is picked: least_load (fewest prompt bytes in prefill, fewest requests in decode), round_robin, random")
     max_retries: int = flag(1, "other pairs tried before the first byte of an answer; each with a new room", least=0, most=16)
     max_concurrent_requests: int = flag(4096, "completion requests open at once, each with three sockets and its body in memory; more are answered 503 with Retry-After. Four decode nodes' rows and queues", least=1)
-    health_check_interval_s: float = flag(1.0, "pause between probes of a node's /ready", unit="s", name="health-check-interval", least=0.05, most=60)
+    health_check_interval_s: float = flag(1.0, "pause between probes of a node's /ready: how soon a restarted node serves again", unit="s", name="health-check-interval", least=0.05, most=60)
     connect_timeout_s: float = flag(2.0, "a node that does not accept within this is treated as gone", unit="s", name="connect-timeout", least=0.01)
 
 

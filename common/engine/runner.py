@@ -67,6 +67,8 @@ class ModelRunner:
         self.model_config = ModelConfig.from_dir(model_dir)
         self.context_length = _context_length(self.model_config, context_length)
         self.dtype = resolve_dtype(self.model_config, dtype)
+        if device == "cuda" and not torch.cuda.is_available():
+            raise StartupError(f"--device cuda: this torch ({torch.__version__}) finds no CUDA device; use --device cpu, or install a CUDA build")
         self.device = torch.device(device)
         self._max_running_requests = max_running_requests
         budget_nbytes = int(free_nbytes(self.device) * mem_fraction)

@@ -13,19 +13,22 @@ from cluster import Cluster
 pytestmark = pytest.mark.system
 
 
-def run_dirs() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("pdserve-*"))
-
-
 def shared_memory() -> set[Path]:
     return set(Path("/dev/shm").iterdir())
 
 
-def test_every_process_stops_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    dirs_before, memory_before = run_dirs(), shared_memory()
-    cluster = Cluster(tiny_model, tmp_path, "--shutdown-timeout", "1")
+def test_every_process_stops_and_leaves_nothing(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_before = shared_memory()
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dirs:  # short: ipc paths are bounded
+        monkeypatch.setenv("TMPDIR", run_dirs)
+        stop_under_load(Cluster(tiny_model, tmp_path, "--shutdown-timeout", "1"), Path(run_dirs))
+    assert shared_memory() <= memory_before
+
+
+def stop_under_load(cluster: Cluster, run_dirs: Path) -> None:
     try:
         cluster.start()
+        assert len(list(run_dirs.iterdir())) == 2
         everyone = [child for process in cluster.processes for child in process.children()]
         assert len(everyone) >= 4
         body = {"model": "tiny", "prompt": [20, 21], "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -41,7 +44,6 @@ def test_every_process_stops_and_leaves_nothing(tiny_model: Path, tmp_path: Path
         assert time.monotonic() - started_s < 10
         _, alive = psutil.wait_procs(everyone, timeout=2)
         assert not alive
-        assert run_dirs() <= dirs_before
-        assert shared_memory() <= memory_before
+        assert list(run_dirs.iterdir()) == []
     finally:
         cluster.close()
