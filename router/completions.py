@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import aiohttp
 from prometheus_client import CollectorRegistry
 
 from common.config import RouterConfig
@@ -21,7 +20,7 @@ from common.errors import Failure, RequestError, deadline_exceeded, overloaded
 from common.http_exchange import DONE, ID_HEADER, LINGER_S, ClientLeft, Exchange, Receive, Scope, Send, request_id_of
 from router.dispatch import Answer, Dispatcher, Prompt
 from router.events import end_of_events, error_in, failure_of, has_done, is_event_stream
-from router.legs import MAX_REPLY_BYTES, LegFailed, NodeClient, broken, headers_to_client, headers_to_node, read_whole
+from router.legs import CUT_SHORT, MAX_REPLY_BYTES, LegFailed, NodeClient, broken, headers_to_client, headers_to_node, read_whole
 from router.metrics import RouterMetrics
 from router.pairing import Pair, Pairing
 from router.splice import num_prompts, read_head
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 class Call:
     """The task that serves one request, and what ended it from outside."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: bytes) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -90,7 +89,7 @@ class CompletionProxy:
         exchange = Exchange(scope, receive, send, request_id_of(scope["headers"]))
         exchange.reply_headers = [(ID_HEADER, exchange.request_id.encode())]
         query: bytes = scope["query_string"]
-        call = Call(f"{exchange.path}?{query.decode('latin-1')}" if query else exchange.path)
+        call = Call(exchange.path.encode() + (b"?" + query if query else b""))
         self._calls.add(call)
         status = CLIENT_LEFT_STATUS
         try:
@@ -170,17 +169,17 @@ class CompletionProxy:
         reply = answer.reply
         headers = headers_to_client(reply)
         self.metrics.first_byte_s.observe(time.monotonic() - call.arrived_s)
-        if is_event_stream(reply.content_type):
-            await exchange.start(reply.status, headers)
+        if is_event_stream(reply.header(b"content-type")):
+            await exchange.start(200, headers)
             await self._relay_events(exchange, answer)
             return
         try:
             body = await read_whole(reply, MAX_REPLY_BYTES, answer.first)
         except OverflowError:
             raise broken(answer.pair.decode, f"its reply is longer than {MAX_REPLY_BYTES} bytes") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except CUT_SHORT as error:
             raise broken(answer.pair.decode, f"its reply is cut short: {error}") from error
-        await exchange.reply(reply.status, headers, body)
+        await exchange.reply(200, headers, body)
 
     async def _relay_events(self, exchange: Exchange, answer: Answer) -> None:
         held, done, failed, node = b"", False, None, answer.pair.decode
@@ -198,10 +197,10 @@ class CompletionProxy:
                     failed = failed or error_in(events)
                     if events:
                         await exchange.write(events, more=True)
-                    part = await answer.reply.content.readany()
+                    part = await answer.reply.read()
         except TimeoutError:
             cause = "its stream goes on after [DONE]"
-        except (aiohttp.ClientError, OSError) as error:
+        except CUT_SHORT as error:
             cause = f"its stream was cut: {error}"
         if done or has_done(held):
             await exchange.write(held, more=False)

@@ -18,18 +18,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import aiohttp
-from multidict import CIMultiDict
-
 from common.errors import RequestError
+from router.connection import Reply
 from router.events import end_of_events, error_in, is_event_stream
-from router.legs import LegFailed, NodeClient, broken, failed_in_band
+from router.legs import CUT_SHORT, LegFailed, NodeClient, broken, failed_in_band
 from router.metrics import RouterMetrics
 from router.nodes import Node
 from router.pairing import Pair, Pairing
 from router.splice import Head, mint_rooms, splice
 
-Beginning = tuple[aiohttp.ClientResponse, bytes]  # of a decode node's reply: its head was read, and the body's first bytes
+Beginning = tuple[Reply, bytes]  # of a decode node's reply: its head was read, and the body's first bytes
 PREFILL_GRACE_S = 1.0  # after the decode node's last byte; its prompt was computed elsewhere if prefill still goes on
 
 log = logging.getLogger(__name__)
@@ -39,9 +37,9 @@ log = logging.getLogger(__name__)
 class Prompt:
     """What goes to the nodes; `chosen` is told each pair that is tried."""
 
-    path: str  # with the query
+    target: bytes  # path and query
     request_id: str
-    headers: CIMultiDict[str]
+    headers: bytes
     body: bytes
     head: Head
     num_prompts: int | None
@@ -55,7 +53,7 @@ class Answer:
     """A decode node's reply under way; close() when it is not wanted any longer, or complete. first: the body's first bytes."""
 
     pair: Pair
-    reply: aiohttp.ClientResponse
+    reply: Reply
     first: bytes
     prefill: "asyncio.Task[None]"
     prompt_bytes: int
@@ -64,7 +62,7 @@ class Answer:
         """complete: the reply was read to its end, so the prefill leg gets a moment to end by itself."""
         self.pair.decode.end(self.prompt_bytes)
         if complete:
-            self.reply.release()
+            self.reply.close()
             if not self.prefill.done():
                 asyncio.get_running_loop().call_later(PREFILL_GRACE_S, self.prefill.cancel)
         else:
@@ -142,24 +140,26 @@ class Dispatcher:
             raise
 
     async def _decode(self, node: Node, prompt: Prompt, body: bytes) -> "Beginning":
-        reply = await self._client.post(node, prompt.path, prompt.headers, body)
+        reply = await self._client.post(node, prompt.target, prompt.headers, body)
         try:
-            first = await reply.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
+            first = await reply.read()
+        except CUT_SHORT as error:
+            reply.close()
             raise broken(node, f"its reply is cut short: {error}") from error
         except asyncio.CancelledError:
             reply.close()
             raise
         if not first:
+            reply.close()
             raise broken(node, "its reply is empty")
         return reply, first
 
     async def _prefill(self, node: Node, prompt: Prompt, body: bytes) -> None:
         async with asyncio.timeout_at(prompt.end_s):  # its own: the stream may end before it
-            reply = await self._client.post(node, prompt.path, prompt.headers, body)
+            reply = await self._client.post(node, prompt.target, prompt.headers, body)
             try:
                 await _read_prefill(node, reply)
-            except (aiohttp.ClientError, OSError) as error:
+            except CUT_SHORT as error:
                 raise broken(node, f"its reply is cut short: {error}") from error
             finally:
                 reply.close()
@@ -177,10 +177,10 @@ class Dispatcher:
         leg.add_done_callback(ended)
 
 
-async def _read_prefill(node: Node, reply: aiohttp.ClientResponse) -> None:
-    """To its end. Raises LegFailed for an error event, or what aiohttp raises."""
-    held, streamed = b"", is_event_stream(reply.content_type)
-    while part := await reply.content.readany():
+async def _read_prefill(node: Node, reply: Reply) -> None:
+    """To its end. Raises LegFailed for an error event, or CUT_SHORT."""
+    held, streamed = b"", is_event_stream(reply.header(b"content-type"))
+    while part := await reply.read():
         if streamed:
             held += part
             end = end_of_events(held)

@@ -8,10 +8,10 @@ probed on time; one late answer is a busy machine, two in a row are a node that 
 import asyncio
 import logging
 
-import aiohttp
 import msgspec
 
-from router.legs import is_own_limit, read_whole
+from router.connection import NotHttp
+from router.legs import NodeClient, is_own_limit
 from router.nodes import Node, NodeInfo, NodeTable
 
 INFO_PATHS = ("/server_info", "/get_server_info")  # the second: older SGLang
@@ -30,9 +30,9 @@ class NotReady(Exception):
 class Prober:
     """Probes every node for as long as `run` runs."""
 
-    def __init__(self, nodes: NodeTable, session: aiohttp.ClientSession, *, interval_s: float, timeout_s: float) -> None:
+    def __init__(self, nodes: NodeTable, client: NodeClient, *, interval_s: float, timeout_s: float) -> None:
         self._nodes = nodes
-        self._session = session
+        self._client = client
         self._interval_s = interval_s
         self._timeout_s = timeout_s
 
@@ -59,7 +59,7 @@ class Prober:
     async def _probe(self, node: Node, num_blames: int) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                info = await self._ask(node.url)
+                info = await self._ask(node)
         except TimeoutError:
             node.num_silent_probes += 1
             if node.num_silent_probes >= MAX_SILENT_PROBES:
@@ -67,12 +67,11 @@ class Prober:
             return
         except NotReady as error:
             self._failed(node, str(error))
-        except (aiohttp.ClientError, OSError, ValueError, OverflowError) as error:  # ValueError: a reply that is no HTTP, in some forms
-            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        except (OSError, NotHttp, OverflowError) as error:
             if is_own_limit(error) and node.usable:
-                log.warning("%s node %s could not be probed: %s", node.leg, node.url, cause)
+                log.warning("%s node %s could not be probed: %s", node.leg, node.url, error)
                 return
-            self._failed(node, f"cannot be reached: {cause}")
+            self._failed(node, f"cannot be reached: {error}")
         else:
             if node.probe_succeeded(info, num_blames):
                 log.info("%s node %s is usable", node.leg, node.url)
@@ -82,27 +81,21 @@ class Prober:
         if node.probe_failed(reason):
             log.warning("%s node %s %s", node.leg, node.url, reason)
 
-    async def _ask(self, url: str) -> NodeInfo:
-        status = await self._status(url, "/ready")
+    async def _ask(self, node: Node) -> NodeInfo:
+        status, _ = await self._client.get(node, "/ready", MAX_INFO_BYTES)
         if status == 404:
-            status = await self._status(url, "/health")
+            status, _ = await self._client.get(node, "/health", MAX_INFO_BYTES)
         if status != 200:
             raise NotReady(f"is not ready (it answers {status})")
         try:
-            return _decode_info(await self._info(url))
+            return _decode_info(await self._info(node))
         except msgspec.DecodeError as error:
-            log.debug("%s/server_info cannot be used: %s", url, error)
+            log.debug("%s/server_info cannot be used: %s", node.url, error)
             return NodeInfo()
 
-    async def _info(self, url: str) -> bytes:
+    async def _info(self, node: Node) -> bytes:
         for path in INFO_PATHS:
-            async with self._session.get(url + path) as reply:
-                if reply.status == 200:
-                    return await read_whole(reply, MAX_INFO_BYTES)
-                await reply.read()
+            status, body = await self._client.get(node, path, MAX_INFO_BYTES)
+            if status == 200:
+                return body
         return b"{}"
-
-    async def _status(self, url: str, path: str) -> int:
-        async with self._session.get(url + path) as reply:
-            await reply.read()
-            return reply.status

@@ -1,52 +1,42 @@
 """One POST to one node, and what may go wrong with it.
 
-Everything that aiohttp can raise is turned into LegFailed here. Four kinds of failure are told apart, because they differ in
+Everything that a connection can raise is turned into LegFailed here. Four kinds of failure are told apart, because they differ in
 what follows:
     unreachable   no connection, or it broke: 503; the node is blamed; another pair may serve the request
     refused       the node answered with an error: its status and body are kept; 502 and 503 may be served by another pair, and with
                   Retry-After by nodes other than this one only
     broken        the node's reply is cut short or no HTTP: 502; the node is blamed
     overloaded    this process has no socket left: 503 with Retry-After; nobody is blamed, no other pair is tried
-A connection from the pool may have been closed by the node at the very moment of use. When nothing was answered on a reused
-connection, the POST is made once more, on a new one.
+A kept connection may have been closed by the node at the very moment of use. When nothing was answered on it and it ended at once,
+the POST is made once more, on a new one.
 """
 
 import errno
-import io
-import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import cast
 
-import aiohttp
 import msgspec
-from aiohttp import AddrInfoType
-from multidict import CIMultiDict
-from yarl import URL
 
 from common.errors import Failure, overloaded
 from common.http_exchange import DEADLINE_HEADER, ID_HEADER, JSON_HEADERS, Headers
+from router.connection import NotHttp, Pool, Reply
 from router.events import failure_of, openai_error
 from router.nodes import Node
 
-KEEP_ALIVE_S = 4.0  # below the 5 s after which uvicorn closes by default, so that the pool closes first; also below any NAT's patience
-MAX_HEADER_BYTES = 64 << 10
-READ_BUFFER_BYTES = 1 << 18
-LARGE_BODY_BYTES = 256 << 10
+CROSSING_S = 0.5  # a node's closing that crossed a request arrives within a round trip; later it is the node that failed
+CUT_SHORT = (OSError, NotHttp)  # what reading a reply may raise
 MAX_ERROR_BYTES = 1 << 20
 MAX_ERROR_CHARACTERS = 400  # of a reply that is not ours to interpret
 MAX_REPLY_BYTES = 64 << 20  # of a reply that is not streamed; a million tokens as text have a tenth of it
 RETRYABLE_STATUSES = (502, 503)
 OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})  # of this process or its host
-# A host that vanishes sends no reset. 5 s of silence and it is asked; 10 s without an acknowledgement and the connection ends: far
-# below a request's deadline, far above what a lossy network takes to recover.
-TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))  # s, s, probes, ms
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
                         b"transfer-encoding", b"upgrade"})
 # not passed on: what this hop decides anew; Accept-Encoding because a stream's end is read from its bytes
 NOT_TO_NODE = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", DEADLINE_HEADER, ID_HEADER}
 NOT_TO_CLIENT = HOP_BY_HOP | {b"content-length", b"date", b"server", ID_HEADER}
-AIOHTTP_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # that it would add by itself
 
 
 @dataclass(eq=False)
@@ -78,81 +68,91 @@ class NodeClient:
     """Connections to all nodes. Use inside a running loop; `close` at the end."""
 
     def __init__(self, connect_timeout_s: float) -> None:
-        tracing = aiohttp.TraceConfig()
-        tracing.on_connection_reuseconn.append(_note_reuse)
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
-        self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket), tracing)
-        self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket), None)
-        self.probing = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), None)  # GET: aiohttp itself tries anew
+        self._pool = Pool(connect_timeout_s)
+        self._probing = Pool(connect_timeout_s)  # a frozen node's probes take no connection from requests
 
-    async def close(self) -> None:
-        for session in (self._pooled, self._fresh, self.probing):
-            await session.close()
+    def close(self) -> None:
+        for pool in (self._pool, self._probing):
+            pool.close()
 
-    async def post(self, node: Node, path: str, headers: CIMultiDict[str], body: bytes) -> aiohttp.ClientResponse:
-        """The node's reply, its head read. path: with the query. Raises LegFailed, also for every status but 200."""
-        trace = SimpleNamespace(reused=False)
-        url = URL(node.url + path, encoded=True)
+    async def post(self, node: Node, target: bytes, headers: bytes, body: bytes) -> Reply:
+        """The node's reply, its head read. target: path and query. headers: as headers_to_node makes them. Raises LegFailed, also for
+        every status but 200."""
         try:
-            try:
-                reply = await self._pooled.post(url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=trace)
-            except (aiohttp.ServerDisconnectedError, ConnectionError):
-                if not trace.reused:
-                    raise
-                reply = await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
-        except aiohttp.ClientResponseError as error:
-            raise broken(node, f"its reply is no HTTP: {' '.join(error.message.split())[:MAX_ERROR_CHARACTERS]}") from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            reply = await self._exchange(self._pool, node, b"POST", target, b"%scontent-length: %d\r\n" % (headers, len(body)), body)
+        except NotHttp as error:
+            raise broken(node, f"its reply is no HTTP: {error}"[:MAX_ERROR_CHARACTERS]) from error
+        except OSError as error:  # TimeoutError is one
             raise unreachable(node, error) from error
         if reply.status != 200:
             raise await self._refusal(node, reply)
         return reply
 
-    async def _refusal(self, node: Node, reply: aiohttp.ClientResponse) -> LegFailed:
-        async with reply:
+    async def get(self, node: Node, path: str, max_bytes: int) -> tuple[int, bytes]:
+        """Status and body. Raises NotHttp, OSError or OverflowError; nobody is blamed."""
+        reply = await self._exchange(self._probing, node, b"GET", path.encode(), b"", b"")
+        try:
+            return cast(int, reply.status), await read_whole(reply, max_bytes)
+        finally:
+            reply.close()
+
+    @staticmethod
+    async def _exchange(pool: Pool, node: Node, method: bytes, target: bytes, headers: bytes, body: bytes) -> Reply:
+        """Send, and read the reply's head."""
+        head = b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s\r\n" % (method, node.path_prefix, target, node.host_header, headers)
+        if (kept := pool.take(node.address)) is not None:
+            reply, sent_s = kept.send(head, body), time.monotonic()
             try:
-                body = await read_whole(reply, MAX_ERROR_BYTES)
-            except (aiohttp.ClientError, OSError) as error:
-                return broken(node, f"its reply with status {reply.status} is cut short: {error}")
-            except OverflowError:
-                body = b""
+                return await _head(reply)
+            except ConnectionError:
+                if reply.heard or time.monotonic() - sent_s > CROSSING_S:
+                    raise
+        return await _head((await pool.connect(node.address)).send(head, body))
+
+    async def _refusal(self, node: Node, reply: Reply) -> LegFailed:
+        status = cast(int, reply.status)
+        try:
+            body = await read_whole(reply, MAX_ERROR_BYTES)
+        except CUT_SHORT as error:
+            return broken(node, f"its reply with status {status} is cut short: {error}")
+        except OverflowError:
+            body = b""
+        finally:
+            reply.close()
         headers = headers_to_client(reply)
         said = openai_error(body)
-        if reply.status < 400:
-            return broken(node, f"it answered with status {reply.status}, which is no answer to a completion")
+        if status < 400:
+            return broken(node, f"it answered with status {status}, which is no answer to a completion")
         if said is not None:
             message = said[0]
         else:
             text = " ".join(body.decode(errors="replace").split())[:MAX_ERROR_CHARACTERS]
-            message = f"{node.leg} node answered {reply.status}: {text or 'without a word'}"
-            body = msgspec.json.encode(Failure(reply.status, message).openai_body())
+            message = f"{node.leg} node answered {status}: {text or 'without a word'}"
+            body = msgspec.json.encode(Failure(status, message).openai_body())
             headers = [(name, value) for name, value in headers if name != b"content-type"] + [(b"content-type", b"application/json")]
-        failure = Failure(reply.status, message, stage=node.leg)
-        return LegFailed(node, failure, reply.status in RETRYABLE_STATUSES, NodeReply(reply.status, headers, body))
-
-    def _session(self, connector: aiohttp.TCPConnector, tracing: aiohttp.TraceConfig | None) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=connector, timeout=self._timeout, auto_decompress=False, skip_auto_headers=AIOHTTP_HEADERS, cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[tracing] if tracing else None, read_bufsize=READ_BUFFER_BYTES,
-            max_line_size=MAX_HEADER_BYTES, max_field_size=MAX_HEADER_BYTES,
-        )  # fmt: skip
+        failure = Failure(status, message, stage=node.leg)
+        return LegFailed(node, failure, status in RETRYABLE_STATUSES, NodeReply(status, headers, body))
 
 
-async def read_whole(reply: aiohttp.ClientResponse, max_bytes: int, first: bytes = b"") -> bytes:
-    """The reply's body, of which `first` has been read. Raises OverflowError, or what aiohttp raises."""
+async def _head(reply: Reply) -> Reply:
+    try:
+        await reply.head()
+    except BaseException:
+        reply.close()
+        raise
+    return reply
+
+
+async def read_whole(reply: Reply, max_bytes: int, first: bytes = b"") -> bytes:
+    """The reply's body, of which `first` has been read. Raises OverflowError, or CUT_SHORT."""
     parts = [first] if first else []
     num_bytes = len(first)
-    while part := await reply.content.readany():
+    while part := await reply.read():
         parts.append(part)
         num_bytes += len(part)
         if num_bytes > max_bytes:
             raise OverflowError
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _payload(body: bytes) -> bytes | io.BytesIO:
-    """A large body is sent piece by piece, so that other requests get their turn."""
-    return body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
 
 
 def unreachable(node: Node, error: BaseException) -> LegFailed:
@@ -161,8 +161,8 @@ def unreachable(node: Node, error: BaseException) -> LegFailed:
         return LegFailed(node, overloaded(text, stage="router").failure, retryable=False)
     if isinstance(error, TimeoutError):
         text = "no connection in time"
-    elif isinstance(error, aiohttp.ClientConnectorError):
-        text = error.os_error.strerror or str(error.os_error)
+    elif isinstance(error, OSError) and error.strerror:
+        text = error.strerror
     else:
         text = str(error) or type(error).__name__
     failure = Failure(503, f"{node.leg} node {node.url} cannot be reached: {text}", code="node_unreachable", stage="router", retry_after_s=1.0)
@@ -181,35 +181,19 @@ def failed_in_band(node: Node, error: bytes) -> LegFailed:
     return LegFailed(node, failure, failure.status in RETRYABLE_STATUSES, NodeReply(failure.status, JSON_HEADERS, error))
 
 
-def headers_to_node(headers: Sequence[tuple[bytes, bytes]], request_id: str, deadline_s: float) -> CIMultiDict[str]:
+def headers_to_node(headers: Sequence[tuple[bytes, bytes]], request_id: str, deadline_s: float) -> bytes:
+    """Lines of a request's head, as far as they come from the client or are the same for both nodes."""
     named = {word.strip().lower() for key, value in headers if key == b"connection" for word in value.split(b",")}
-    passed: CIMultiDict[str] = CIMultiDict()
-    for key, value in headers:
-        if key not in NOT_TO_NODE and key not in named:
-            passed.add(key.decode("latin-1"), value.decode(errors="replace"))
-    passed.setdefault("content-type", "application/json")
-    passed["x-request-id"] = request_id
-    passed[DEADLINE_HEADER.decode()] = f"{deadline_s:.3f}"
-    return passed
+    lines = [b"%s: %s\r\n" % line for line in headers if line[0] not in NOT_TO_NODE and line[0] not in named]
+    if not any(key == b"content-type" for key, _ in headers):
+        lines.append(b"content-type: application/json\r\n")
+    lines.append(b"%s: %s\r\n%s: %.3f\r\n" % (ID_HEADER, request_id.encode(), DEADLINE_HEADER, deadline_s))
+    return b"".join(lines)
 
 
-def headers_to_client(reply: aiohttp.ClientResponse) -> Headers:
-    return [(key.lower(), value) for key, value in reply.raw_headers if key.lower() not in NOT_TO_CLIENT]
+def headers_to_client(reply: Reply) -> Headers:
+    return [header for header in reply.headers if header[0] not in NOT_TO_CLIENT]
 
 
 def is_own_limit(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in OWN_LIMITS
-
-
-def _socket(address: AddrInfoType) -> socket.socket:
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in TCP_OPTIONS:
-        if (option := getattr(socket, name, None)) is not None:  # Linux has all four
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
-
-
-async def _note_reuse(session: aiohttp.ClientSession, context: SimpleNamespace, parameters: object) -> None:
-    context.trace_request_ctx.reused = True

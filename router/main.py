@@ -76,7 +76,7 @@ class Router:
         client = NodeClient(self.config.connect_timeout_s)
         proxy = CompletionProxy(self.config, pairing, client, CollectorRegistry())
         server = HttpServer(build_app(self.config, pairing, proxy))
-        prober = Prober(nodes, client.probing, interval_s=self.config.health_check_interval_s, timeout_s=self.config.connect_timeout_s)
+        prober = Prober(nodes, client, interval_s=self.config.health_check_interval_s, timeout_s=self.config.connect_timeout_s)
         serving = asyncio.ensure_future(server.serve(sockets=[self.listener]))
         probing = asyncio.ensure_future(prober.run())
         stopping = asyncio.ensure_future(self.stop.wait())
@@ -95,7 +95,7 @@ class Router:
             probing.cancel()
             server.stop()
             await asyncio.gather(serving, probing, return_exceptions=True)
-            await client.close()
+            client.close()
             log.info("stopped")
 
     async def _drain(self, proxy: CompletionProxy) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common.config import RouterConfig
+from router.connection import Address
 
 Leg = Literal["prefill", "decode"]
 
@@ -49,11 +50,20 @@ class Node:
     info: NodeInfo = field(default_factory=NodeInfo)
     probed: bool = False  # a probe has succeeded once
     num_blames: int = 0
+    address: Address = field(init=False)
+    host_header: bytes = field(init=False)
+    path_prefix: bytes = field(init=False)
     num_silent_probes: int = 0  # in a row
     num_in_flight: int = 0  # requests
     prompt_bytes_in_flight: int = 0
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     verdict: asyncio.Event | None = None  # while it is a suspect: set when the probe that follows the blame has ended
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        tls = parts.scheme == "https"
+        self.address = Address(parts.hostname or "", parts.port or (443 if tls else 80), tls)
+        self.host_header, self.path_prefix = parts.netloc.rpartition("@")[2].encode(), parts.path.encode()
 
     @property
     def usable(self) -> bool:

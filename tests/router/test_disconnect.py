@@ -42,7 +42,8 @@ PHASES: dict[str, tuple[Callable[[MockNode], None], Callable[[MockNode], None]]]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_client_leaves(phase: str) -> None:
+async def test_client_leaves(phase: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     async with rig() as made:
         prefill, decode = made.prefills[0], made.decodes[0]
         for mock, behave in zip((prefill, decode), PHASES[phase], strict=True):
@@ -65,6 +66,10 @@ async def test_client_leaves(phase: str) -> None:
         await until(lambda: made.node(prefill).num_in_flight == made.node(decode).num_in_flight == 0, "nothing in flight")
         assert (await made.info())["in_flight"] == 0
         assert (await made.metric("pdserve_http_requests_total"))['{path="/v1/chat/completions",status="499"}'] == 1
+        (line,) = [record for record in caplog.records if record.name == "router.completions"]
+        assert f"{CHAT}: the client left (prefill {prefill.url}, decode {decode.url})" in line.getMessage()
+        assert line.levelname == "INFO"
+        assert line.exc_info is None
         assert await made.retries() == 0
         assert made.node(prefill).num_blames == made.node(decode).num_blames == 0
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from mock_node import INFO, MockNode, Received, Rooms, hang, mock_nodes, refuse
-from multidict import CIMultiDict
 from router_harness import CHAT, rig, routed, until
 
 from common.config import RouterConfig
@@ -100,16 +99,14 @@ async def test_connections_to_nodes_end_when_a_host_vanishes() -> None:
         prefill.behave = head_only
         try:
             node = NodeTable.of(RouterConfig(prefill=(prefill.url,))).prefill[0]
-            reply = await client.post(node, CHAT, CIMultiDict(), b'{"bootstrap_room":1}')
-            assert reply.connection is not None
-            assert reply.connection.transport is not None
-            connection = reply.connection.transport.get_extra_info("socket")
+            reply = await client.post(node, CHAT.encode(), b"", b'{"bootstrap_room":1}')
+            connection = reply._connection._transport.get_extra_info("socket")
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             for option, value in ((socket.TCP_USER_TIMEOUT, 10_000), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2)):
                 assert connection.getsockopt(socket.IPPROTO_TCP, option) == value
             reply.close()
         finally:
-            await client.close()
+            client.close()
 
 
 async def test_one_late_answer_to_a_probe_is_forgiven() -> None:

@@ -22,7 +22,7 @@ from common.errors import StartupError
 from common.launch import Child, ChildDied, python_argv
 
 MAX_RESIDENT_BYTES = 90_000_000
-FORBIDDEN = ("torch", "transformers", "numpy", "numba", "kvtransfer", "common.server", "zmq", "tokenizers", "huggingface_hub")
+FORBIDDEN = ("aiohttp", "torch", "transformers", "numpy", "numba", "kvtransfer", "common.server", "zmq", "tokenizers", "huggingface_hub")
 
 pytestmark = pytest.mark.system
 
