@@ -4,6 +4,7 @@ What a client may make it hold is bounded: a request's head here, its body in ht
 """
 
 import asyncio
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,6 +37,12 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise StartupError(f"cannot serve HTTP on {host}:{port}: {error.strerror}; choose another with --host and --port") from None
     return listener
+
+
+def raise_file_limit() -> None:
+    """To what the system grants: every open request holds sockets, and the usual limit of 1024 is less than a node takes."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class HttpServer(uvicorn.Server):

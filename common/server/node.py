@@ -23,7 +23,7 @@ import zmq
 
 from common.config import NodeAddresses, NodeConfig, encode_child_payload
 from common.errors import Failure, StartupError
-from common.http_server import HttpServer, bind
+from common.http_server import HttpServer, bind, raise_file_limit
 from common.launch import STATUS_FD_VARIABLE, Child, ChildDied, Reporter, child_pipes
 from common.logs import configure_logs
 from common.models.config import ModelConfig
@@ -50,6 +50,7 @@ def run_node(config: NodeConfig, scheduler_module: str, detokenizer_module: str 
     try:
         with bind(config.host, config.port) as listener, run_directory() as run_dir:
             configure_logs(config.log_level, f"{config.role}:{listener.getsockname()[1]}")
+            raise_file_limit()
             node = Node(config, scheduler_module, detokenizer_module, listener, NodeAddresses(run_dir), reporter, supervised)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(node.run())

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,6 +139,20 @@ async def test_a_child_s_death_answers_open_requests_and_ends_the_node(
         assert "ended with status -9" in answer.json()["error"]["message"]
         assert await node.child.wait_death() == 1
         assert time.monotonic() - started_s < 2  # 0.5 on an idle machine
+
+
+async def test_more_clients_than_the_usual_file_limit_allows(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node takes more requests than the soft limit it may be started with: 300 connections on a limit of 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        async with running(model_dir, tmp_path, monkeypatch) as node:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            for _ in range(300):
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", int(str(node.facts["port"]))), timeout=5))
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            assert (await node.client.post(COMPLETION, json={"prompt": "x", "max_tokens": 2})).status_code == 200
 
 
 async def test_shutdown_lets_short_requests_finish_and_refuses_new_ones(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
