@@ -10,7 +10,8 @@ import msgspec
 from common.errors import Failure
 
 MAX_HELD_BYTES = 1 << 20  # of an event that has not ended; more is taken as it is
-DONE_LINE = re.compile(rb"(?:^|\n)data: ?\[DONE\]")
+DONE_BEGINNINGS = (b"data: [DONE]", b"data:[DONE]")
+DONE_LINES = tuple(b"\n" + beginning for beginning in DONE_BEGINNINGS)
 ERROR_LINE = re.compile(rb'(?:^|\n)data: ?(\{\s*"error"\s*:\s*\{[^\r\n]*)')
 STATUS_OF_TYPE = {"invalid_request_error": 400, "authentication_error": 401, "not_found_error": 404, "rate_limit_error": 429}
 
@@ -28,7 +29,8 @@ def end_of_events(part: bytes) -> int:
 
 
 def has_done(events: bytes) -> bool:
-    return b"[DONE]" in events and DONE_LINE.search(events) is not None
+    # a regular expression took 60 us for 8 KiB
+    return b"[DONE]" in events and (events.startswith(DONE_BEGINNINGS) or any(line in events for line in DONE_LINES))
 
 
 def error_in(events: bytes) -> bytes | None:

@@ -1,0 +1,28 @@
+"""Ends, [DONE] and errors in the bytes of a stream."""
+
+import pytest
+
+from router.events import end_of_events, error_in, failure_of, has_done
+
+
+@pytest.mark.parametrize(
+    ("events", "done"),
+    [(b"data: [DONE]\n\n", True), (b"data:[DONE]", True), (b"data: {}\n\ndata: [DONE]\r\n\r\n", True), (b"data: {}\r\n\r\ndata:[DONE]\n\n: x\n\n", True),
+     (b'data: {"a":"data: [DONE]"}\n\n', False), (b": data: [DONE]\n\n", False), (b"", False)],
+)  # fmt: skip
+def test_done(events: bytes, done: bool) -> None:
+    assert has_done(events) is done
+
+
+@pytest.mark.parametrize(("part", "end"), [(b"a\n\n", 3), (b"a\n\nb", 3), (b"a\r\n\r\nb\n", 5), (b"a\n", 0), (b"a\n\nb\r\n\r\nc", 8)])
+def test_end_of_the_last_whole_event(part: bytes, end: int) -> None:
+    assert end_of_events(part) == end
+
+
+def test_error_event() -> None:
+    assert error_in(b'data: {"choices":[]}\n\ndata: {"error": {"message":"m","code":503}}\n\n') == b'{"error": {"message":"m","code":503}}'
+    assert error_in(b'data: {"choices":[{"text":"\\"error\\":{"}]}\n\n') is None
+    assert error_in(b'data: {"choices":[],"error":null}\n\n') is None
+    failure = failure_of(b'{"error":{"message":"m","code":503}}', "prefill")
+    assert (failure.status, failure.message, failure.stage) == (503, "m", "prefill")
+    assert failure_of(b'{"error":{', "decode").status == 500
