@@ -7,7 +7,8 @@ from router.events import end_of_events, error_in, failure_of, has_done
 
 @pytest.mark.parametrize(
     ("events", "done"),
-    [(b"data: [DONE]\n\n", True), (b"data:[DONE]", True), (b"data: {}\n\ndata: [DONE]\r\n\r\n", True), (b"data: {}\r\n\r\ndata:[DONE]\n\n: x\n\n", True),
+    [(b"data: [DONE]\n\n", True), (b"data:[DONE]", True),
+     (b"data: {}\n\ndata: [DONE]\r\n\r\n", True), (b"data: {}\r\n\r\ndata:[DONE]\n\n: x\n\n", True),
      (b'data: {"a":"data: [DONE]"}\n\n', False), (b": data: [DONE]\n\n", False), (b"", False)],
 )  # fmt: skip
 def test_done(events: bytes, done: bool) -> None:
