@@ -25,6 +25,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 1024  # each prompt's message to the scheduler carries them
 DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's default for /v1/completions
 SEED_BITS = 63  # a seed stays a non-negative int64 on its way to the sampler
+TEMPLATE_CHARACTERS = 28  # ChatML's around a user's message; 100,000 empty messages are 2.8 MB of text
 MAX_TOP_K = 1 << 30  # more than any vocabulary, and an int32
 
 Prompt = str | list[int]
@@ -51,9 +52,9 @@ class ApiRequest:
 
     @property
     def num_characters(self) -> int:
-        """Characters of text to tokenise."""
+        """Characters of text to tokenise, about; what a template writes around a message counts too."""
         if self.conversation is not None:
-            return sum(len(message["content"]) for message in self.conversation.messages)
+            return sum(len(message["content"]) + TEMPLATE_CHARACTERS for message in self.conversation.messages)
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
 
     @property

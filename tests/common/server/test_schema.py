@@ -9,6 +9,7 @@ import pytest
 from common.errors import RequestError
 from common.request import Bootstrap, TextSpec
 from common.server.openai_schema import ApiRequest, RequestParser
+from common.server.tokenizer_manager import INLINE_CHARACTERS
 
 PARSER = RequestParser("m", bootstrap_port=8998)
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -256,6 +257,11 @@ def conversation(*messages: dict[str, object]) -> list[dict[str, Any]]:
 def test_text_parts_become_one_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert conversation({"role": "user", "content": parts}) == [{"role": "user", "content": "a\nb"}]
+
+
+def test_empty_messages_are_text_too() -> None:
+    """So that many of them are tokenised in a thread: the event loop would stand still for their template."""
+    assert chat(messages=[{"role": "user", "content": ""}] * 1000).num_characters > INLINE_CHARACTERS
 
 
 def test_developer_is_the_system() -> None:
