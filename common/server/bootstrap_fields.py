@@ -41,6 +41,8 @@ def _per_prompt(name: str, value: object, num_prompts: int) -> list[object]:
 
 
 def _host(value: object) -> str:
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        value = value[1:-1]  # an IPv6 address as it stands in a URL: that is how SGLang's router cuts it out
     if not isinstance(value, str) or not 0 < len(value) <= MAX_HOST_CHARACTERS or not value.isprintable() or any(c in value for c in " /@?#"):
         raise invalid("`bootstrap_host` must be a host name or address", param="bootstrap_host")
     return value

@@ -299,6 +299,11 @@ def test_a_room_may_be_a_decimal_string_and_the_port_null() -> None:
     assert completion(**pair).bootstraps == (Bootstrap("10.0.0.1", 8998, 2**63 - 1),)
 
 
+def test_an_ipv6_host_may_come_in_brackets() -> None:
+    assert completion(**{**PAIR, "bootstrap_host": "[fd00::1]"}).bootstraps == (Bootstrap("fd00::1", 8998, 5),)
+    assert refusal(completion, **{**PAIR, "bootstrap_host": "[]"}).param == "bootstrap_host"
+
+
 def test_the_pairs_of_several_prompts() -> None:
     pairs = {"bootstrap_host": ["a", "b"], "bootstrap_port": [1, None], "bootstrap_room": [3, 4]}
     assert completion(prompt=["x", "y"], **pairs).bootstraps == (Bootstrap("a", 1, 3), Bootstrap("b", 8998, 4))
