@@ -11,7 +11,7 @@ from common.config import LogLevel
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s {process}: %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
-CHATTY = ("uvicorn", "uvicorn.error", "uvicorn.access", "asyncio", "aiohttp", "httpx", "urllib3", "filelock", "numba", "huggingface_hub")
+CHATTY = ("uvicorn", "uvicorn.error", "uvicorn.access", "asyncio", "httpx", "urllib3", "filelock", "numba", "huggingface_hub")
 
 
 def configure_logs(level: LogLevel, process: str) -> None:
