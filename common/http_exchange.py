@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from common.errors import Failure, RequestError, deadline_exceeded, invalid, too_large
+from common.errors import Failure, RequestError, deadline_exceeded, invalid, overloaded, too_large
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -29,6 +29,7 @@ ABORT_EXTENSION = "pdserve.abort"  # of the ASGI scope: {"call": drops the conne
 ID_HEADER = b"x-request-id"
 ACCEPTED_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 DEADLINE_HEADER = b"x-request-deadline"
+MAX_BODIES_BYTES = 64 << 20  # sixteen of the largest by default; the router holds a body, and a copy for each leg, until its request ends
 BODY_TIMEOUT_S = 30.0  # a client that sends its body slower than this holds a connection for nothing
 LINGER_S = 1.0  # how long the rest of a refused body is read and thrown away, so that the client gets to read the refusal
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
@@ -36,6 +37,23 @@ JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 
 class ClientLeft(Exception):
     """The client closed its connection before the reply was complete."""
+
+
+class BodyBudget:
+    """Bounds what all bodies of a process take together (R7); each of them has --max-body-bytes."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_bytes = max(MAX_BODIES_BYTES, max_body_bytes)  # one body always fits
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises RequestError (503) and takes nothing when that is too much."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise overloaded(f"the bodies of open requests take {self.num_bytes} bytes already; try again", stage="intake")
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
 
 
 class Exchange:
@@ -48,6 +66,8 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._unread_body = True
+        self._budget: BodyBudget | None = None
+        self._num_body_bytes = 0  # taken from the budget
         self._abort: Callable[[], None] = scope["extensions"][ABORT_EXTENSION]["call"]
 
     @property
@@ -57,8 +77,10 @@ class Exchange:
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.headers if key == name), None)
 
-    async def body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises RequestError (413 as soon as it is known to be too large, 408) or ClientLeft."""
+    async def body(self, max_bytes: int, budget: BodyBudget) -> bytes:
+        """The whole body, counted in `budget` until release_body(). Raises RequestError (413 as soon as it is known to be too
+        large, 408, 503) or ClientLeft."""
+        self._budget = budget
         declared = self.header(b"content-length")
         if declared is not None and int(declared) > max_bytes:
             raise too_large(f"the request body has {int(declared)} bytes; at most {max_bytes} are taken: shorten it, or raise --max-body-bytes")
@@ -80,10 +102,19 @@ class Exchange:
             num_bytes += len(part)
             if num_bytes > max_bytes:
                 raise too_large(f"the request body is larger than the {max_bytes} bytes that are taken: shorten it, or raise --max-body-bytes")
+            if self._budget is not None:
+                self._budget.take(len(part))
+                self._num_body_bytes += len(part)
             parts.append(part)
             if not message.get("more_body", False):
                 self._unread_body = False
                 return b"".join(parts)
+
+    def release_body(self) -> None:
+        """The body is not needed any more. Idempotent; owed in every case once body() was called."""
+        if self._budget is not None:
+            self._budget.give_back(self._num_body_bytes)
+            self._num_body_bytes = 0
 
     def deadline_s(self, request_timeout_s: float) -> float:
         """Unix time by which the request must have ended: what the client says, at most the node's limit from now."""

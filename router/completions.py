@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from common.config import RouterConfig
 from common.errors import Failure, RequestError, deadline_exceeded, overloaded
-from common.http_exchange import DONE, ID_HEADER, LINGER_S, ClientLeft, Exchange, Receive, Scope, Send, request_id_of
+from common.http_exchange import DONE, ID_HEADER, LINGER_S, BodyBudget, ClientLeft, Exchange, Receive, Scope, Send, request_id_of
 from router.dispatch import Answer, Dispatcher, Prompt
 from router.events import end_of_events, error_in, failure_of, has_done, is_event_stream
 from router.legs import CUT_SHORT, MAX_REPLY_BYTES, LegFailed, NodeClient, broken, headers_to_client, headers_to_node, read_whole
@@ -65,6 +65,7 @@ class CompletionProxy:
         self._config = config
         self._pairing = pairing
         self._calls: set[Call] = set()
+        self._bodies = BodyBudget(config.max_body_bytes)
         self.metrics = RouterMetrics(registry, pairing.nodes, lambda: self.num_open)
         self._dispatcher = Dispatcher(pairing, client, self.metrics, max_retries=config.max_retries, verdict_timeout_s=config.connect_timeout_s)
         self._num_admitted = 0
@@ -98,6 +99,7 @@ class CompletionProxy:
         except ClientLeft:
             log.info("%s %s: the client left%s", exchange.request_id, exchange.path, _at(call.pair))
         finally:
+            exchange.release_body()
             self._calls.discard(call)
             if self.draining and not self._calls:
                 self.idle.set()
@@ -142,7 +144,7 @@ class CompletionProxy:
             self._num_admitted -= 1
 
     async def _serve(self, exchange: Exchange, call: Call) -> None:
-        body = await exchange.body(self._config.max_body_bytes)
+        body = await exchange.body(self._config.max_body_bytes, self._bodies)
         head = read_head(body)
         deadline_s = exchange.deadline_s(self._config.request_timeout_s)
         model = self._pairing.model_of(head.model)

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from common.config import RouterConfig
 from common.errors import StartupError
-from common.http_server import HttpServer, bind
+from common.http_server import HttpServer, bind, raise_file_limit
 from common.launch import STATUS_FD_VARIABLE, Reporter, child_pipes
 from common.logs import configure_logs
 from router.app import build_app
@@ -44,7 +43,7 @@ def run_router(config: RouterConfig) -> int:
     try:
         with bind(config.host, config.port) as listener:
             configure_logs(config.log_level, f"router:{listener.getsockname()[1]}")
-            _raise_file_limit()
+            raise_file_limit()
             gc.freeze()  # what is imported lives for ever and need not be visited by collections
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(Router(config, listener, reporter, supervised, NodeTable.of(config)).run())
@@ -52,11 +51,6 @@ def run_router(config: RouterConfig) -> int:
         reporter.failed(str(error), startup=True)
         raise
 
-
-def _raise_file_limit() -> None:
-    """To what the system grants: a request holds three sockets, and the usual limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from common.config import JsonObject, NodeConfig
 from common.errors import Failure, not_found
-from common.http_exchange import AsgiApp
+from common.http_exchange import AsgiApp, BodyBudget
 from common.metrics import METRICS_CONTENT_TYPE, HttpMetrics, StatusCollector, TextMetrics, render, watch_gauge
 from common.server.access import Access
 from common.server.completions import INTERNAL_FAILURE, CompletionEndpoint
@@ -53,8 +53,9 @@ def build_app(config: NodeConfig, facts: NodeFacts, health: NodeHealth, manager:
     parser = RequestParser(facts.served_model, config.bootstrap_port)
     app = FastAPI(title=f"pdserve {config.role} node", version=version("pdserve"), redoc_url=None)
 
+    bodies = BodyBudget(config.max_body_bytes)
     for path, parse in (("/v1/chat/completions", parser.parse_chat), ("/v1/completions", parser.parse_completion)):
-        endpoint = CompletionEndpoint(parse, manager, text_metrics, facts.served_model, max_body_bytes=config.max_body_bytes,
+        endpoint = CompletionEndpoint(parse, manager, text_metrics, facts.served_model, max_body_bytes=config.max_body_bytes, bodies=bodies,
                                       request_timeout_s=config.request_timeout_s)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_models(app, facts)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from common.errors import Failure, RequestError, deadline_exceeded
-from common.http_exchange import JSON_HEADERS, ClientLeft, Exchange, Headers, Receive, Scope, Send
+from common.http_exchange import JSON_HEADERS, BodyBudget, ClientLeft, Exchange, Headers, Receive, Scope, Send
 from common.messages import TextOut
 from common.metrics import TextMetrics
 from common.server.openai_schema import ApiRequest
@@ -31,12 +31,13 @@ class CompletionEndpoint:
     """ASGI app of one completion endpoint."""
 
     def __init__(self, parse: Callable[[bytes], ApiRequest], manager: TokenizerManager, metrics: TextMetrics, served_model: str, *,
-                 max_body_bytes: int, request_timeout_s: float) -> None:
+                 max_body_bytes: int, bodies: BodyBudget, request_timeout_s: float) -> None:
         self._parse = parse
         self._manager = manager
         self._metrics = metrics
         self._served_model = served_model
         self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._request_timeout_s = request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +54,10 @@ class CompletionEndpoint:
 
     async def _serve(self, exchange: Exchange) -> None:
         meter = Meter(self._metrics)
-        request = self._parse(await exchange.body(self._max_body_bytes))
+        try:
+            request = self._parse(await exchange.body(self._max_body_bytes, self._bodies))
+        finally:
+            exchange.release_body()
         deadline_s = exchange.deadline_s(self._request_timeout_s)
         # the client's id may repeat; the random part keeps rids apart
         stream = await self._manager.open(request, f"{exchange.request_id}.{secrets.token_hex(4)}", deadline_s)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from common.errors import Failure, RequestError
-from common.http_exchange import ABORT_EXTENSION, ClientLeft, Exchange, Message, request_id_of
+from common.http_exchange import ABORT_EXTENSION, MAX_BODIES_BYTES, BodyBudget, ClientLeft, Exchange, Message, request_id_of
 
 FAILURE = Failure(504, "too late", code="deadline_exceeded")
 ERROR = {"error": {"message": "too late", "type": "server_error", "param": None, "code": "deadline_exceeded"}}
@@ -34,7 +34,7 @@ def part(body: bytes, *, more: bool = False) -> Message:
 
 async def test_an_early_failure_has_its_status_and_retry_after() -> None:
     client = Client(part(b"{}"))
-    await client.exchange.body(100)
+    await client.exchange.body(100, BodyBudget(100))
     await client.exchange.fail(Failure(503, "full", code="overloaded", retry_after_s=0.2))
     head, body = client.sent
     assert head["status"] == 503
@@ -45,7 +45,7 @@ async def test_an_early_failure_has_its_status_and_retry_after() -> None:
 
 async def test_a_failure_in_a_stream_is_a_plain_data_event_then_done() -> None:
     client = Client(part(b"{}"))
-    await client.exchange.body(100)
+    await client.exchange.body(100, BodyBudget(100))
     await client.exchange.start(200, [])
     await client.exchange.fail(FAILURE)
     event, done, rest = client.sent[1]["body"].split(b"\n\n")
@@ -58,7 +58,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
     chunked = Client(part(b"x" * 5, more=True), part(b"x" * 5, more=True))
     for client in (declared, chunked):
         with pytest.raises(RequestError) as refused:
-            await client.exchange.body(8)
+            await client.exchange.body(8, BodyBudget(8))
         assert refused.value.failure.status == 413
     await declared.exchange.fail(refused.value.failure)
     assert (b"connection", b"close") in declared.sent[0]["headers"]
@@ -66,7 +66,25 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
 
 async def test_a_client_that_leaves_in_its_body_is_noticed() -> None:
     with pytest.raises(ClientLeft):
-        await Client(part(b"x", more=True)).exchange.body(8)
+        await Client(part(b"x", more=True)).exchange.body(8, BodyBudget(8))
+
+
+async def test_bodies_are_bounded_together() -> None:
+    """What one gives back, another may take; a refused body takes nothing."""
+    budget = BodyBudget(8)
+    half = b"x" * (MAX_BODIES_BYTES // 2)
+    first, second, third = (Client(part(half)) for _ in range(3))
+    for client in (first, second):
+        await client.exchange.body(len(half), budget)
+    with pytest.raises(RequestError) as refused:
+        await third.exchange.body(len(half), budget)
+    third.exchange.release_body()
+    assert refused.value.failure.status == 503
+    assert refused.value.failure.retry_after_s is not None
+    for _ in range(2):
+        first.exchange.release_body()
+    assert budget.num_bytes == len(half)
+    await Client(part(half)).exchange.body(len(half), budget)
 
 
 @pytest.mark.parametrize(("value", "status"), [(b"nan", 400), (b"soon", 400), (b"1.0", 504)])
