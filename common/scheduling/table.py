@@ -15,7 +15,7 @@ class RequestTable:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._by_rid: dict[str, Request] = {}
-        self._timers: list[tuple[float, int, Request, Failure]] = []  # heap; entries of answered requests fall out in time
+        self._timers: list[tuple[float, int, str, Failure]] = []  # heap by time; names only, so that an answered request is let go at once
         self._num_seen = 0
         self._num_timers_seen = 0
         self.draining = False
@@ -42,9 +42,10 @@ class RequestTable:
         """Unanswered requests whose time is up, with what to tell the client; each comes once."""
         now_s = self._clock()
         late: list[tuple[Request, Failure]] = []
-        while self._timers and (self._timers[0][0] <= now_s or self._timers[0][2].over):
-            _, _, request, failure = heapq.heappop(self._timers)
-            if not request.over:
+        while self._timers and (self._timers[0][0] <= now_s or self._timers[0][2] not in self._by_rid):
+            _, _, rid, failure = heapq.heappop(self._timers)
+            request = self._by_rid.get(rid)
+            if request is not None and not request.over:
                 late.append((request, failure))
         return late
 
@@ -64,4 +65,4 @@ class RequestTable:
 
     def _set_timer(self, request: Request, deadline_s: float, failure: Failure) -> None:
         self._num_timers_seen += 1
-        heapq.heappush(self._timers, (deadline_s, self._num_timers_seen, request, failure))
+        heapq.heappush(self._timers, (deadline_s, self._num_timers_seen, request.rid, failure))
