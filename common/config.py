@@ -60,7 +60,7 @@ class NodeConfig(HttpConfig):
     chunked_prefill_size: int = flag(512, "most prompt tokens in one extend batch; bounds how long decode steps wait behind it", unit="tokens", least=1)
     max_decode_delay_steps: int = flag(4, "extend batches in a row before running requests get a decode step; prefill goes first, decode never starves", unit="batches", least=1)
     disable_radix_cache: bool = flag(False, "do not keep finished prompts and answers for reuse; default: keep them, it costs only pages nobody else wants")
-    threads: int = flag(1, "compute threads of the scheduler process; 1 measured fastest with one core per node", unit="threads", least=1, most=1024)
+    threads: int = flag(1, "compute threads of the scheduler process; 1 fits a core a node, and only matrix products use more", unit="threads", least=1, most=1024)
     transfer_backend: Literal["tcp"] = flag("tcp", "how KV pages travel from prefill to decode node; tcp needs nothing installed")
     bootstrap_port: int = flag(8998, "port of a prefill node's control endpoint, where decode nodes make their offers; 8998 is SGLang's. 0: any free one", least=0, most=MAX_PORT)
     advertise_host: str | None = flag(None, "address at which peers reach this node's transfer endpoint; default: --host, or the address of the route to the peer when that is 0.0.0.0")
