@@ -20,7 +20,7 @@ from common.cluster import Cluster, UpConfig, check_port_free
 from common.config import NodeConfig, Role, RouterConfig
 from common.errors import StartupError
 from common.launch import ChildDied
-from common.server.run_directory import run_directory
+from common.server.run_directory import UP_PREFIX, run_directory
 
 DEFAULT_PREFILL_PORT = 8100  # NodeConfig's default is the decode node's: both run on one machine without a flag
 SCHEDULERS: dict[Role, str] = {"prefill": "prefill_node", "decode": "decode_node"}
@@ -109,7 +109,7 @@ def _up(arguments: argparse.Namespace) -> int:
     check_port_free(router.host, router.port)
     say = partial(print, flush=True)
     node = _with_model(config_from(NodeConfig, arguments, host="127.0.0.1"), say)
-    with run_directory("pdserve-up-") as run_dir:
+    with run_directory(UP_PREFIX) as run_dir:
         return asyncio.run(Cluster(up=config_from(UpConfig, arguments), node=node, router=router, run_dir=run_dir, say=say).run())
 
 

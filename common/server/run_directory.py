@@ -1,7 +1,7 @@
 """The private directory that holds a node's ipc sockets: mode 0700, made at start, gone at the end. (`pdserve up` has one too,
 in which its nodes make theirs.)
 
-A process that is killed cannot remove its directory. The kernel drops the lock it held on it, though, and the next one of its kind
+A process that is killed cannot remove its directory. The kernel drops the lock it held on it, though, and the next node or `up`
 to start removes what nobody has locked; not what is newer than STALE_S, which may be about to be locked.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from common.errors import StartupError
 
 PREFIX = "pdserve-node-"
+UP_PREFIX = "pdserve-up-"
 STALE_S = 10.0
 MAX_IPC_PATH_BYTES = 107  # sun_path of a unix socket
 
@@ -29,7 +30,7 @@ def run_directory(prefix: str = PREFIX) -> Iterator[Path]:
     try:
         if len(os.fsencode(path / "detokenizer")) > MAX_IPC_PATH_BYTES:
             raise StartupError(f"{path} is too long a path for sockets ({MAX_IPC_PATH_BYTES} bytes); set TMPDIR to a shorter one, such as /tmp")
-        _remove_abandoned(path.parent, prefix)
+        _remove_abandoned(path.parent)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -37,8 +38,8 @@ def run_directory(prefix: str = PREFIX) -> Iterator[Path]:
             os.close(lock)
 
 
-def _remove_abandoned(parent: Path, prefix: str) -> None:
-    for path in parent.glob(f"{prefix}*"):
+def _remove_abandoned(parent: Path) -> None:
+    for path in (*parent.glob(f"{PREFIX}*"), *parent.glob(f"{UP_PREFIX}*")):
         lock = _lock(path) if _age_s(path) > STALE_S else None
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import StartupError
-from common.server.run_directory import PREFIX, STALE_S, run_directory
+from common.server.run_directory import PREFIX, STALE_S, UP_PREFIX, run_directory
 
 
 @pytest.fixture
@@ -30,8 +30,10 @@ def test_it_is_private_and_gone_at_the_end(parent: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
-def test_what_a_killed_node_left_is_removed_and_nothing_else(parent: Path) -> None:
-    abandoned, fresh, other = parent / f"{PREFIX}killed", parent / f"{PREFIX}starting", parent / "pdserve-other"
+@pytest.mark.parametrize("starter", [PREFIX, UP_PREFIX])
+@pytest.mark.parametrize("killed", [PREFIX, UP_PREFIX])
+def test_what_a_killed_process_left_is_removed_and_nothing_else(parent: Path, killed: str, starter: str) -> None:
+    abandoned, fresh, other = parent / f"{killed}killed", parent / f"{PREFIX}starting", parent / "pdserve-other"
     for path in (abandoned, fresh, other):
         path.mkdir()
         (path / "scheduler").touch()
@@ -39,7 +41,7 @@ def test_what_a_killed_node_left_is_removed_and_nothing_else(parent: Path) -> No
     age(other)
     with run_directory() as running:
         age(running)
-        with run_directory() as path:
+        with run_directory(starter) as path:
             assert sorted(parent.iterdir()) == sorted([fresh, other, running, path])
 
 
