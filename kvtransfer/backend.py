@@ -11,13 +11,16 @@ Contract
   an error. A WRITE that completed with None is visible in the remote region before the completion is returned.
 - Pages of a posted ticket belong to the transfer until its completion.
 - A ticket that completed with an error touches neither side's pages any more either, unless disconnect() or close() ended it.
-- After `disconnect(peer)` has returned and `fence_delay_s` has passed, nothing of that peer's writes lands in our region
-  any more, and its outstanding tickets have completed, with an error if need be. What we had already sent may still reach its
-  memory: only its own disconnect(), or its end, fences that.
+- Completion order: tickets of one peer may complete in any order; bytes of two tickets are ordered by nothing but a completion
+  that was seen before the other one was posted.
+- After `disconnect(peer)` has returned, its outstanding tickets have completed, with an error if need be; once its Fence has
+  passed, nothing of that peer's writes lands in our region any more. What we had already sent may still reach its memory: only
+  its own fence, or its end, ends that.
 - A peer restarted behind the same address is another peer: it has another description and needs another connect().
 - All methods are called from one thread (the transfer endpoint's); a backend may run threads of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NewType, Protocol
 
@@ -40,13 +43,15 @@ class PeerUnknown(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The pool's memory. `base`: address; `keepalive` holds the owner of the memory."""
+    """The pool's memory. `base`: address; `keepalive` holds the owner of the memory. `shared_fd`: the memfd whose bytes the region
+    is, from offset 0 on; -1: private memory, or a device's."""
 
     base: int
     num_pages: int
     page_nbytes: int
     device: str  # "cpu" or "cuda:N"
     keepalive: object
+    shared_fd: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +62,26 @@ class Completion:
     error: TransferError | None
 
 
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """When a disconnected peer's writes are over: `delay_s` after the disconnect at the earliest, and not before `passed()` says so.
+    passed() never blocks, and once true stays true. A backend that can cut a peer off by itself returns NO_FENCE."""
+
+    delay_s: float
+    passed: Callable[[], bool]
+
+
+NO_FENCE = Fence(0.0, lambda: True)
+
+
 class TransferBackend(Protocol):
     name: str
-    fence_delay_s: float
 
     def register(self, region: Region) -> None:
         """Make the region reachable. Once, before describe()."""
 
     def describe(self) -> bytes:
-        """What a peer needs for connect(); at most 4 KiB."""
+        """What a peer needs for connect(); at most 64 KiB."""
 
     def connect(self, peer: PeerId, description: bytes, observed_host: str | None = None) -> None:
         """Make `peer` known; returns at once, an unreachable peer shows in the tickets. Idempotent for equal arguments.
@@ -88,8 +104,8 @@ class TransferBackend(Protocol):
     def completion_fd(self) -> int:
         """A file descriptor that is readable while completions may be waiting."""
 
-    def disconnect(self, peer: PeerId) -> None:
-        """Forget `peer`, both ways. See the contract for its tickets and the fence. Unknown peers are ignored."""
+    def disconnect(self, peer: PeerId) -> Fence:
+        """Forget `peer`, both ways. See the contract for its tickets and the fence. Of an unknown peer: NO_FENCE."""
 
     def close(self) -> None:
         """Disconnect everybody, release sockets and threads. Idempotent. Tickets left still come out of poll()."""

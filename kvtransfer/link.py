@@ -9,13 +9,14 @@ peer_timeout_s, or when a session finds it stuck; the backend has then forgotten
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from common.errors import Failure
-from kvtransfer.backend import PeerId
+from kvtransfer.backend import NO_FENCE, Fence, PeerId
 
 WARN_EVERY_S = 5.0
+FENCE_POLL_S = 0.05  # how often a fence that has not passed in time is asked again
 
 
 class Address(NamedTuple):
@@ -49,10 +50,11 @@ class DialFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The backend has been told to disconnect it; its fence delay runs from now."""
+    """The backend has been told to disconnect it; its fence runs from now."""
 
     peer: PeerId
     reason: str
+    fence: Fence = field(default=NO_FENCE, compare=False)
 
 
 LinkNews = PeerUp | DialFailed | PeerLost

@@ -13,8 +13,8 @@ is answered with a refusal: D dropped by a timeout learns so, and says Hello aga
 import enum
 import logging
 
-from kvtransfer.backend import PeerId, TransferBackend, TransferError
-from kvtransfer.link import AcceptWire, LinkNews, PeerLost, RareWarning
+from kvtransfer.backend import Fence, PeerId, TransferBackend, TransferError
+from kvtransfer.link import FENCE_POLL_S, AcceptWire, LinkNews, PeerLost, RareWarning
 from kvtransfer.machine import Machine, Table
 from kvtransfer.protocol import (
     Cancel,
@@ -85,7 +85,7 @@ class AcceptedLinks:
         self._body = HelloBody(settings.compat, backend.describe(), settings.heartbeat_s)
         self._by_peer: dict[PeerId, AcceptedLink] = {}
         self._by_route: dict[bytes, AcceptedLink] = {}
-        self._fenced_until_s: dict[PeerId, float] = {}
+        self._fences: dict[PeerId, Fence] = {}  # of lost peers
         self._broken: dict[PeerId, None] = {}  # a send failed: lost at the next tick, never in the middle of a session's step
         self._timers: Timers[tuple[Timer, PeerId]] = Timers()
         self._warn = RareWarning(logger)
@@ -125,10 +125,9 @@ class AcceptedLinks:
         self._forget(link, AcceptEvent.LOSE)
         if was_up:
             logger.warning("decode node %s lost: %s", self._name(link), reason)
-            self._backend.disconnect(peer)
-            self._fenced_until_s[peer] = now_s + self._backend.fence_delay_s
-            self._timers.set((Timer.FENCE, peer), self._fenced_until_s[peer])
-            self.news.append(PeerLost(peer, reason))
+            fence = self._fences[peer] = self._backend.disconnect(peer)
+            self._timers.set((Timer.FENCE, peer), now_s + fence.delay_s)
+            self.news.append(PeerLost(peer, reason, fence))
 
     def probe(self) -> None:
         """Some connection has ended: find out whose. Routes that are gone are lost at the next tick."""
@@ -140,8 +139,10 @@ class AcceptedLinks:
             self.lose(peer, "its connection ended", now_s)
         for timer, peer in self._timers.expired(now_s):
             link = self._by_peer.get(peer)
-            if timer is Timer.FENCE:
-                del self._fenced_until_s[peer]
+            if timer is Timer.FENCE and not self._fences[peer].passed():
+                self._timers.set((timer, peer), now_s + FENCE_POLL_S)
+            elif timer is Timer.FENCE:
+                del self._fences[peer]
                 if link is not None:
                     self._admit(link, now_s)
             elif link is not None and timer is Timer.BEAT:
@@ -176,7 +177,7 @@ class AcceptedLinks:
             return self._refuse(route, f"this node serves {len(self._by_peer)} decode nodes already; start more prefill nodes")
         link = AcceptedLink(peer, route, body, observed_host, now_s)
         self._by_peer[peer] = self._by_route[route] = link
-        return None if peer in self._fenced_until_s else self._admit(link, now_s)
+        return None if peer in self._fences else self._admit(link, now_s)
 
     def _admit(self, link: AcceptedLink, now_s: float) -> None:
         try:

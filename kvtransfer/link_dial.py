@@ -250,12 +250,12 @@ class DialledLinks:
             return
         logger.warning("prefill node %s lost: %s", at.address, reason)
         del self._by_peer[peer]
-        self._backend.disconnect(peer)
+        fence = self._backend.disconnect(peer)
         for other in self._by_address.values():
             if other.machine.state is DialState.ALIAS and other.peer == peer:
                 other.machine.fire(DialEvent.LOSE)
                 other.reason, other.peer = reason, None
-        self.news.append(PeerLost(peer, reason))
+        self.news.append(PeerLost(peer, reason, fence))
 
     def _check_silence(self, at: DialledLink, link: int, now_s: float) -> None:
         silent_at_s = at.heard_s + self._settings.peer_timeout_s

@@ -23,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from kvtransfer.backend import Completion, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
+from kvtransfer.backend import Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
 from kvtransfer.pages import PageMemory, check_local, check_remote
 from kvtransfer.tickets import Tickets
 
@@ -156,7 +156,6 @@ class MemoryBackend:
 
     def __init__(self, fabric: MemoryFabric) -> None:
         self.fabric = fabric
-        self.fence_delay_s = fabric.fence_delay_s
         self.backend_id = secrets.token_hex(16)
         self.tickets = Tickets()
         self._memory: PageMemory | None = None
@@ -211,13 +210,14 @@ class MemoryBackend:
     def completion_fd(self) -> int:
         return self.tickets.fileno()
 
-    def disconnect(self, peer: PeerId) -> None:
+    def disconnect(self, peer: PeerId) -> Fence:
         with self.fabric.lock:
             _, _, remote = self._connected.pop(peer, (b"", None, None))
             accepted = self.fabric.backends.get(self._accepted.pop(peer, (b"", ""))[1])
             for other in {remote, accepted} - {None}:
                 assert other is not None
                 self.fabric.cut(self, other)
+        return Fence(self.fabric.fence_delay_s, lambda: True)
 
     def close(self) -> None:
         for peer in {*self._connected, *self._accepted}:

@@ -49,6 +49,16 @@ def byte_runs(pages: PageIds, page_nbytes: int) -> tuple[NDArray[np.int64], NDAr
     return starts * page_nbytes, stops * page_nbytes
 
 
+def merged_runs(local_pages: PageIds, remote_pages: PageIds) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The copies local[i] <-> remote[i] as runs that are contiguous on both sides: (first local page, first remote page, number of
+    pages) of each, int64[runs]. One run is one descriptor of a transfer library."""
+    local, remote = local_pages.astype(np.int64), remote_pages.astype(np.int64)
+    if not len(local):
+        return local, remote, local
+    starts = np.concatenate(([0], np.flatnonzero((np.diff(local) != 1) | (np.diff(remote) != 1)) + 1))
+    return local[starts], remote[starts], np.diff(np.concatenate((starts, [len(local)])))
+
+
 def check_local(local_pages: PageIds, remote_pages: PageIds, num_pages: int) -> None:
     """Raises ValueError unless the two lists belong together and every local page exists."""
     for side, pages in (("local", local_pages), ("remote", remote_pages)):

@@ -47,14 +47,13 @@ class Compat(msgspec.Struct, frozen=True):
     head_dim: int
     page_nbytes: int
     context_length: int  # tokens
-    backend: str
 
 
 class HelloBody(msgspec.Struct, frozen=True):
     """`heartbeat_s`: send me something at least this often. `live`: incarnations of the P processes D holds a link to."""
 
     compat: Compat
-    description: Annotated[bytes, Meta(max_length=4096)]  # TransferBackend.describe()
+    description: Annotated[bytes, Meta(max_length=65536)]  # TransferBackend.describe()
     heartbeat_s: Annotated[float, Meta(ge=0.01, le=3600)]
     live: Annotated[list[Incarnation], Meta(max_length=4096)] = []
 

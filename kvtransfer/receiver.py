@@ -3,7 +3,7 @@
     PENDING     the link to P is not up yet; P has not seen the offer
     OFFERED     P may write
     READY       delivered: token 1 and every page are here. The transfer is over
-    QUARANTINE  given up, or P was lost; P may still write until it says Closed, or until the backend's fence delay after a disconnect
+    QUARANTINE  given up, or P was lost; P may still write until it says Closed, or until the backend's fence after a disconnect has passed
     CLOSED      over without delivery: pages returned
 
 A client's answer never waits for pages, and pages never follow a client's answer (R2): RoomFailed is sent at once, PagesReturned when
@@ -15,9 +15,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from common.errors import Failure, deadline_exceeded
-from kvtransfer.backend import PageIds, PeerId, TransferBackend
+from kvtransfer.backend import Fence, PageIds, PeerId, TransferBackend
 from kvtransfer.events import Delivered, Event, FirstToken, PagesReturned, RoomFailed
-from kvtransfer.link import Address, DialFailed, DialWire, PeerLost, PeerUp, peer_lost
+from kvtransfer.link import FENCE_POLL_S, Address, DialFailed, DialWire, PeerLost, PeerUp, peer_lost
 from kvtransfer.link_dial import DialledLinks
 from kvtransfer.machine import Machine, Table
 from kvtransfer.protocol import Cancel, Closed, Offer, pack_pages
@@ -75,7 +75,7 @@ class Room:
     machine: Machine[ReceiverState, ReceiverEvent] = field(default_factory=lambda: Machine(RECEIVER_TABLE, S.PENDING))
     peer: PeerId | None = None  # once offered
     token_here: bool = False
-    fencing: bool = False  # P is lost; only time counts now
+    fence: Fence | None = None  # P is lost; only this counts now
 
 
 class Receiver:
@@ -140,7 +140,7 @@ class Receiver:
             return
         peer, message = inbound
         room = self._rooms.get(message.room)
-        if room is None or room.fencing or (room.peer, room.attempt) != (peer, message.attempt):
+        if room is None or room.fence is not None or (room.peer, room.attempt) != (peer, message.attempt):
             return  # an offer that is over: it crossed our Cancel, or came twice
         if isinstance(message, FirstTokenMessage):
             self._on_token(room, message)
@@ -200,10 +200,10 @@ class Receiver:
         self._end(room, PagesReturned(room.room))
 
     def _on_peer_lost(self, lost: PeerLost, now_s: float) -> None:
-        for room in [room for room in self._rooms.values() if room.peer == lost.peer and not room.fencing]:
+        for room in [room for room in self._rooms.values() if room.peer == lost.peer and room.fence is None]:
             self._give_up(room, peer_lost("prefill", lost.reason), now_s)
-            room.fencing = True
-            self._timers.set(room.room, now_s + self._backend.fence_delay_s)
+            room.fence = lost.fence
+            self._timers.set(room.room, now_s + lost.fence.delay_s)
 
     # ---- a room's way ---------------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,9 @@ class Receiver:
         self._timers.set(room.room, now_s + self._settings.stuck_timeout_s)
 
     def _on_timer(self, room: Room, now_s: float) -> None:
-        if room.fencing:
+        if room.fence is not None and not room.fence.passed():
+            self._timers.set(room.room, now_s + FENCE_POLL_S)
+        elif room.fence is not None:
             room.machine.fire(E.FENCED)
             self._end(room, PagesReturned(room.room))
         elif room.machine.state is S.QUARANTINE:

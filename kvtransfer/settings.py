@@ -1,10 +1,23 @@
 """What a transfer endpoint needs to know: the node's KV layout, its patience, its bounds."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvtransfer.protocol import Compat
 
 STUCK_PEER_TIMEOUTS = 10  # an owed answer or completion missing for so many peer timeouts, heartbeats or not: the peer counts as lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOptions:
+    """What a backend can be told; each takes what concerns it."""
+
+    host: str = "127.0.0.1"  # address to listen at
+    port: int = 0  # 0: any free one
+    advertise_host: str | None = None  # where peers reach us, if not at `host`
+    lanes: int = 1  # streams (tcp), copying threads (shm), worker threads (nixl) a peer
+    ib_device: str | None = None  # mlx5_0,mlx5_1: NICs to use; None: the library's choice
+    protocol: Literal["auto", "tcp", "rdma"] = "auto"  # mooncake; auto: rdma where there is a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from common.config import NodeConfig
 from kvtransfer.backend import Region, TransferBackend
 from kvtransfer.factory import make_backend
 from kvtransfer.protocol import Compat
-from kvtransfer.settings import TransferSettings
+from kvtransfer.settings import TransferOptions, TransferSettings
 
 
 class PageLayout(Protocol):
@@ -35,8 +35,13 @@ def start_transfer(
         head_dim=layout.head_dim,
         page_nbytes=region.page_nbytes,
         context_length=context_length,
-        backend=config.transfer_backend,
     )
-    backend = make_backend(config.transfer_backend, config.host, advertise_host=config.advertise_host)
-    backend.register(region)
+    options = TransferOptions(
+        host=config.host,
+        advertise_host=config.advertise_host,
+        lanes=config.transfer_lanes,
+        ib_device=config.transfer_ib_device,
+        protocol=config.mooncake_protocol,
+    )
+    backend = make_backend(config.transfer_backend, region, options)
     return TransferSettings(compat=compat, peer_timeout_s=config.peer_timeout_s, offer_timeout_s=config.offer_timeout_s), backend

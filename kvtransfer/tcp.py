@@ -5,7 +5,7 @@ A WRITE completes when the peer has acknowledged that all bytes are in its memor
 socket and the pool's memory directly, with the GIL free: a scheduler computes meanwhile.
 
 Threads: one that accepts, one per connection a peer made to us, two per lane that sent something. Sockets: at most `lanes` per
-peer and direction. fence_delay_s is 0: disconnect() returns when no thread of that peer's connections is left.
+peer and direction. There is no fence to wait for: disconnect() returns when no thread of that peer's connections is left.
 """
 
 import secrets
@@ -14,7 +14,7 @@ import socket
 import msgspec
 
 from common.errors import StartupError
-from kvtransfer.backend import Completion, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
+from kvtransfer.backend import NO_FENCE, Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
 from kvtransfer.pages import PageMemory, check_local, check_remote
 from kvtransfer.tcp_receiver import Listener
 from kvtransfer.tcp_sender import Lane, Message, Target
@@ -53,7 +53,6 @@ class Peer:
 
 class TcpBackend:
     name = "tcp"
-    fence_delay_s = 0.0
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, advertise_host: str | None = None, lanes: int = LANES_PER_PEER) -> None:
         """`host`, `port`: where register() listens; 0 is a free port. `advertise_host`: where peers reach us, if not at `host`.
@@ -126,11 +125,12 @@ class TcpBackend:
     def completion_fd(self) -> int:
         return self._tickets.fileno()
 
-    def disconnect(self, peer: PeerId) -> None:
+    def disconnect(self, peer: PeerId) -> Fence:
         if peer in self._peers:
             self._peers.pop(peer).stop()
         if self._accepted.pop(peer, None) is not None and self._listener is not None:
             self._listener.forget(peer)
+        return NO_FENCE
 
     def close(self) -> None:
         for peer in {*self._peers, *self._accepted}:

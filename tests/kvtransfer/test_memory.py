@@ -99,10 +99,9 @@ def test_disconnect_by_either_side_ends_what_is_held_and_nothing_lands(side: str
 def test_with_a_fence_delay_a_cut_off_write_can_still_land() -> None:
     fabric = MemoryFabric(fence_delay_s=1.0)
     p, _, d, d_pool = pair(fabric)
-    assert d.fence_delay_s == 1.0
     fabric.hold()
     p.post("WRITE", D, pages(0), pages(0))
-    d.disconnect(P)
+    assert d.disconnect(P).delay_s == 1.0
     assert fabric.land_late() == 1
     assert (d_pool[0] == 1).all()
     assert fabric.land_late() == 0

@@ -1,5 +1,6 @@
 """Page lists as byte runs, and the socket loops that move them, for every way a kernel may cut them."""
 
+import itertools
 import socket
 
 import numpy as np
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.backend import Region
-from kvtransfer.pages import MAX_IOVECS, PageMemory, byte_runs, first_outside
+from kvtransfer.pages import MAX_IOVECS, PageMemory, byte_runs, first_outside, merged_runs
 from kvtransfer.tcp_wire import receive_all, send_all
 
 PAGE_LISTS = st.lists(st.integers(0, 40), max_size=60)
@@ -88,3 +89,15 @@ def test_pages_survive_any_cutting_by_the_kernel(page_list: list[int], cuts: lis
 def test_first_outside_finds_either_end() -> None:
     for pages, outside in (([], None), ([0, 4], None), ([0, 5], 5), ([-1, 2], -1)):
         assert first_outside(np.array(pages, dtype=np.int32), 5) == outside
+
+
+# ---- runs of both sides -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=60))
+def test_merged_runs_are_the_same_copies_and_no_two_could_be_one(pairs: list[tuple[int, int]]) -> None:
+    local, remote = (np.array([pair[side] for pair in pairs], np.int32) for side in (0, 1))
+    runs = list(zip(*(column.tolist() for column in merged_runs(local, remote)), strict=True))
+    assert [(here + i, there + i) for here, there, count in runs for i in range(count)] == pairs
+    assert all((here + count, there + count) != (after[0], after[1]) for (here, there, count), after in itertools.pairwise(runs))
+    assert all(count >= 1 for _, _, count in runs)

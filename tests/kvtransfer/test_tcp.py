@@ -19,7 +19,6 @@ from transfer_harness import Node, TcpVictim, digest
 from common.errors import StartupError
 from kvtransfer import tcp_receiver, tcp_sender, tcp_wire
 from kvtransfer.backend import PeerId, Region, TransferError
-from kvtransfer.factory import make_backend
 from kvtransfer.tcp import TcpBackend
 from kvtransfer.tcp_wire import CHALLENGE, FRAME, HELLO, MAGIC, MAX_PAGES_PER_MESSAGE, VERSION, WELCOME, Frame, Identity, Kind, Verdict, proof
 
@@ -496,14 +495,6 @@ def test_several_lanes_share_the_work_and_their_number_is_the_bound(nodes: Nodes
     for lanes in (0, 9):
         with pytest.raises(ValueError, match=f"{lanes} lanes"):
             TcpBackend(lanes=lanes)
-
-
-def test_the_factory_knows_names_and_says_which(nodes: Nodes) -> None:
-    backend = make_backend("tcp", "127.0.0.1")
-    assert (backend.name, backend.fence_delay_s) == ("tcp", 0.0)
-    backend.close()
-    with pytest.raises(StartupError, match="unknown transfer backend 'pigeon'; there are: tcp"):
-        make_backend("pigeon", "127.0.0.1")
 
 
 def test_struct_sizes_are_what_the_wire_says() -> None:

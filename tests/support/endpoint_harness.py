@@ -28,10 +28,10 @@ PAGE_SIZE, PAGE_NBYTES, NUM_PAGES = 4, 256, 32
 EVENT_TIMEOUT_S = 20.0
 
 
-def compat(backend: str, **changes: Any) -> Compat:
+def compat(**changes: Any) -> Compat:
     fields = {
         "model": "model-a", "dtype": "float32", "page_size": PAGE_SIZE, "num_layers": 2, "num_kv_heads": 1, "head_dim": 8,
-        "page_nbytes": PAGE_NBYTES, "context_length": 128, "backend": backend,
+        "page_nbytes": PAGE_NBYTES, "context_length": 128,
     }  # fmt: skip
     return Compat(**{**fields, **changes})
 
@@ -48,7 +48,7 @@ class Node:
     ) -> None:
         self.pool = np.zeros((NUM_PAGES, PAGE_NBYTES), np.uint8)
         backend.register(Region(self.pool.ctypes.data, NUM_PAGES, PAGE_NBYTES, "cpu", self.pool))
-        fixed = TransferSettings(compat=compat(backend.name, **(compat_changes or {})), **settings)
+        fixed = TransferSettings(compat=compat(**(compat_changes or {})), **settings)
         self.endpoint: Any = PrefillEndpoint(fixed, backend, host, port) if role == "prefill" else DecodeEndpoint(fixed, backend)
         self.backend = backend
         self._pending: list[Event] = []

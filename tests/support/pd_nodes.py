@@ -50,7 +50,7 @@ class PdNodes:
         if runner is None:
             runner = FakeRunner(options.setdefault("num_pages", 64), page_size)
         region = fake_region(runner) if isinstance(runner, FakeRunner) else model_region(runner)
-        compat = Compat("model", "dtype", page_size, 1, 1, 1, region.page_nbytes, options.get("context_length", 256), backend.name)
+        compat = Compat("model", "dtype", page_size, 1, 1, 1, region.page_nbytes, options.get("context_length", 256))
         backend.register(region)
         settings = TransferSettings(compat=compat, peer_timeout_s=peer_timeout_s, heartbeat_s=peer_timeout_s / 6)
         endpoint = PrefillEndpoint(settings, backend, "127.0.0.1", 0) if role == "prefill" else DecodeEndpoint(settings, backend)
