@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from tcp_proxy import CuttingProxy
-from transfer_harness import Node, TcpVictim, digest
+from transfer_harness import Node, ProcessVictim, digest
 
 from common.errors import StartupError
 from kvtransfer import tcp_receiver, tcp_sender, tcp_wire
@@ -37,7 +37,7 @@ def nodes() -> Iterator["Nodes"]:
 class Nodes:
     def __init__(self) -> None:
         self.made: list[Node] = []
-        self.victims: list[TcpVictim] = []
+        self.victims: list[ProcessVictim] = []
         self.proxies: list[CuttingProxy] = []
 
     def node(self, page_nbytes: int = PAGE_NBYTES, backend: TcpBackend | None = None) -> Node:
@@ -52,8 +52,8 @@ class Nodes:
         there.meet(here)
         return here, there
 
-    def victim(self, here: Node) -> TcpVictim:
-        victim = TcpVictim("victim", *here.pool.shape)
+    def victim(self, here: Node) -> ProcessVictim:
+        victim = ProcessVictim("tcp", "victim", *here.pool.shape)
         self.victims.append(victim)
         victim.meet(here)
         here.meet(victim)
@@ -69,7 +69,7 @@ class Nodes:
 
     def close(self) -> None:
         for node in self.made:
-            node.backend.close()
+            node.close()
         for proxy in self.proxies:
             proxy.close()
         for victim in self.victims:

@@ -1,38 +1,57 @@
-"""A tcp node in a process of its own, for tests that kill or stop one: `transfer_child.py NUM_PAGES PAGE_NBYTES PORT`.
+"""A node of the transfer conformance suite in a process of its own: `transfer_child.py BACKEND NUM_PAGES PAGE_NBYTES PORT NAME`.
 
-Prints its description, then answers one command a line: ["meet", peer, description], ["digest", pages]. Its pool starts as zeroes.
+Prints its description, or why it cannot start, then answers one command a line; all JSON. Its pool starts as zeroes.
 """
 
 import base64
-import hashlib
 import json
 import sys
 
-import numpy as np
+from transfer_harness import HARNESSES, Node
 
-from kvtransfer.backend import PeerId, Region
-from kvtransfer.tcp import TcpBackend
+from common.errors import StartupError
+from kvtransfer.backend import PeerId
+from kvtransfer.settings import TransferOptions
 
 
-def main(num_pages: int, page_nbytes: int, port: int) -> None:
-    pool = np.zeros((num_pages, page_nbytes), dtype=np.uint8)
-    backend = TcpBackend(port=port)
-    backend.register(Region(pool.ctypes.data, num_pages, page_nbytes, "cpu", pool))
-    answer(base64.b64encode(backend.describe()).decode())
+def main(backend: str, num_pages: int, page_nbytes: int, port: int, name: str) -> None:
+    try:
+        node = Node(name, HARNESSES[backend]().backend(TransferOptions(port=port)), num_pages, page_nbytes)
+    except StartupError as error:
+        answer({"error": str(error)})
+        return
+    answer({"description": base64.b64encode(node.description).decode()})
+    posted = []
     for line in sys.stdin:
         match json.loads(line):
             case ["meet", peer, description]:
-                backend.accept(PeerId(peer), base64.b64decode(description))
-                backend.connect(PeerId(peer), base64.b64decode(description))
-                answer("met")
+                node.meet_as(PeerId(peer), base64.b64decode(description))
+                answer(None)
+            case ["part", peer]:
+                node.part(PeerId(peer))
+                answer(None)
+            case ["fill", seed]:
+                node.fill(seed)
+                answer(None)
             case ["digest", pages]:
-                answer(hashlib.sha256(pool[pages].tobytes()).hexdigest())
-    backend.close()
+                answer(node.digest(pages))
+            case ["post", op, peer, local, remote]:
+                posted.append(node.post(op, PeerId(peer), local, remote))
+                answer(None)
+            case ["wait"]:
+                answer([error and str(error) for error in node.wait(*posted)])
+                posted.clear()
+            case ["close"]:
+                node.close()
+                answer(None)
+            case command:
+                raise ValueError(f"unknown command {command}")
+    node.close()
 
 
-def answer(text: str) -> None:
-    print(json.dumps(text), flush=True)
+def answer(value: object) -> None:
+    print(json.dumps(value), flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

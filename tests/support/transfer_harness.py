@@ -1,14 +1,18 @@
-"""What the transfer conformance suite needs of a backend: nodes of this process, and a victim that can be killed.
+"""What the transfer conformance suite needs of a backend: nodes of this process, and victims that can be killed or frozen.
 
-A new backend joins the suite by one class with the methods of Harness and one entry in HARNESSES.
+Every backend of kvtransfer.factory.BACKENDS is in HARNESSES by existing; its victims are processes of their own. `memory` joins
+nothing but one process, so its victims are nodes of this one: it has no frozen peer and no second process.
 """
 
 import base64
 import hashlib
 import json
+import mmap
 import os
+import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,11 +23,16 @@ from typing import Protocol
 
 import numpy as np
 
-from kvtransfer.backend import Op, PageIds, PeerId, Region, Ticket, TransferBackend, TransferError
+from kvtransfer.backend import Fence, Op, PageIds, PeerId, Region, Ticket, TransferBackend, TransferError
+from kvtransfer.factory import BACKENDS
 from kvtransfer.memory import MemoryBackend, MemoryFabric
-from kvtransfer.tcp import TcpBackend
+from kvtransfer.settings import TransferOptions
 
 COMPLETION_TIMEOUT_S = 20.0
+FENCE_TIMEOUT_S = 20.0  # beyond the fence's own delay
+FENCE_ASK_S = 0.05  # as the sessions ask
+PORTS = range(20_000, 32_000)  # below what the kernel gives to connections, which could take a victim's port before its restart
+SHARED_MEMORY = ("shm", "auto")  # backends whose region is a memfd
 SUPPORT_DIR = Path(__file__).parent
 
 
@@ -33,9 +42,19 @@ class Node:
     def __init__(self, name: str, backend: TransferBackend, num_pages: int, page_nbytes: int) -> None:
         self.peer = PeerId(name)
         self.backend = backend
-        self.pool = np.zeros((num_pages, page_nbytes), dtype=np.uint8)
+        self._shared_fd = os.memfd_create(name, os.MFD_CLOEXEC) if backend.name in SHARED_MEMORY else -1
+        if self._shared_fd >= 0:
+            os.ftruncate(self._shared_fd, num_pages * page_nbytes)
+            memory = mmap.mmap(self._shared_fd, num_pages * page_nbytes)
+        else:
+            memory = mmap.mmap(-1, num_pages * page_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.pool = np.frombuffer(memory, dtype=np.uint8).reshape(num_pages, page_nbytes)  # it holds `memory`
         self.completed: dict[Ticket, TransferError | None] = {}
-        backend.register(Region(self.pool.ctypes.data, num_pages, page_nbytes, "cpu", self.pool))
+        try:
+            backend.register(Region(self.pool.ctypes.data, num_pages, page_nbytes, "cpu", self.pool, self._shared_fd))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def description(self) -> bytes:
@@ -44,10 +63,20 @@ class Node:
     def fill(self, seed: int) -> None:
         self.pool[:] = contents(seed, *self.pool.shape)
 
+    def digest(self, pages: Iterable[int]) -> str:
+        return digest(self.pool[page_ids(pages)])
+
     def meet(self, other: "Node | Victim") -> None:
         """Let `other` in, and become able to post to it."""
-        self.backend.accept(other.peer, other.description)
-        self.backend.connect(other.peer, other.description)
+        self.meet_as(other.peer, other.description)
+
+    def meet_as(self, peer: PeerId, description: bytes) -> None:
+        self.backend.accept(peer, description)
+        self.backend.connect(peer, description)
+
+    def part(self, peer: PeerId) -> None:
+        """Disconnect `peer`; returns when its fence has passed."""
+        wait_passed(self.backend.disconnect(peer))
 
     def post(self, op: Op, peer: PeerId, local: Iterable[int], remote: Iterable[int]) -> Ticket:
         return self.backend.post(op, peer, page_ids(local), page_ids(remote))
@@ -67,6 +96,13 @@ class Node:
             self.collect()
             assert readable, f"{len(set(tickets) - set(self.completed))} tickets did not complete in {COMPLETION_TIMEOUT_S} s"
         return [self.completed[ticket] for ticket in tickets]
+
+    def close(self) -> None:
+        self.backend.close()
+        self.collect()
+        if self._shared_fd >= 0:
+            os.close(self._shared_fd)
+            self._shared_fd = -1
 
 
 class Victim(Protocol):
@@ -88,7 +124,7 @@ class Victim(Protocol):
 
 
 class Harness(Protocol):
-    def backend(self) -> TransferBackend: ...
+    def backend(self, options: TransferOptions = ...) -> TransferBackend: ...
 
     def victim(self, name: str, num_pages: int, page_nbytes: int) -> Victim: ...
 
@@ -106,6 +142,15 @@ def digest(pages: np.ndarray) -> str:
     return hashlib.sha256(pages.tobytes()).hexdigest()
 
 
+def wait_passed(fence: Fence) -> None:
+    """Returns when `fence` has passed, as the sessions wait for one."""
+    time.sleep(fence.delay_s)
+    deadline_s = time.monotonic() + FENCE_TIMEOUT_S
+    while not fence.passed():
+        assert time.monotonic() < deadline_s, f"the fence did not pass within {FENCE_TIMEOUT_S} s of its delay"
+        time.sleep(FENCE_ASK_S)
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +165,7 @@ class MemoryVictim:
         self._node.meet(other)
 
     def digest(self, pages: Iterable[int]) -> str:
-        return digest(self._node.pool[page_ids(pages)])
+        return self._node.digest(pages)
 
     def kill(self) -> None:
         self._fabric.kill(self._backend)
@@ -129,39 +174,47 @@ class MemoryVictim:
         return MemoryVictim(self._fabric, name, *self._node.pool.shape)
 
     def stop(self) -> None:
-        self._backend.close()
+        self._node.close()
 
 
 class MemoryHarness:
     def __init__(self) -> None:
         self._fabric = MemoryFabric()
 
-    def backend(self) -> MemoryBackend:
+    def backend(self, options: TransferOptions = TransferOptions()) -> MemoryBackend:  # noqa: B008 - frozen
         return self._fabric.backend()
 
     def victim(self, name: str, num_pages: int, page_nbytes: int) -> MemoryVictim:
         return MemoryVictim(self._fabric, name, num_pages, page_nbytes)
 
 
-# ---- tcp ---------------------------------------------------------------------------------------------------------------------
+# ---- every other backend -----------------------------------------------------------------------------------------------------
 
 
-class TcpVictim:
+class ProcessVictim:
     """transfer_child.py in a process of its own; commands and answers are JSON lines."""
 
-    def __init__(self, name: str, num_pages: int, page_nbytes: int, port: int = 0) -> None:
+    def __init__(self, backend: str, name: str, num_pages: int, page_nbytes: int, port: int = 0) -> None:
+        """`port`: 0 takes a free one, which a restarted() victim has again."""
         self.peer = PeerId(name)
+        self._backend = backend
         self._shape = (num_pages, page_nbytes)
-        argv = [sys.executable, str(SUPPORT_DIR / "transfer_child.py"), str(num_pages), str(page_nbytes), str(port)]
+        self.port = port or free_port()
+        argv = [sys.executable, str(SUPPORT_DIR / "transfer_child.py"), backend, str(num_pages), str(page_nbytes), str(self.port), name]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.description = base64.b64decode(self._answer())
-        self.port: int = json.loads(self.description)["port"]
+        try:
+            started = self._answer()
+            assert isinstance(started, dict)
+            self.description = base64.b64decode(started["description"])
+        except BaseException:
+            self.stop()
+            raise
 
     def meet(self, other: Node) -> None:
-        self._call("meet", other.peer, base64.b64encode(other.description).decode())
+        self.call("meet", other.peer, base64.b64encode(other.description).decode())
 
     def digest(self, pages: Iterable[int]) -> str:
-        return self._call("digest", [*pages])
+        return str(self.call("digest", [*map(int, pages)]))
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -172,8 +225,11 @@ class TcpVictim:
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
-    def restarted(self, name: str) -> "TcpVictim":
-        return TcpVictim(name, *self._shape, port=self.port)
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def restarted(self, name: str) -> "ProcessVictim":
+        return ProcessVictim(self._backend, name, *self._shape, port=self.port)
 
     def stop(self) -> None:
         with suppress(ProcessLookupError):
@@ -185,25 +241,38 @@ class TcpVictim:
             self.process.stdin.close()
         self.process.stdout.close()
 
-    def _call(self, *command: object) -> str:
+    def call(self, *command: object) -> object:
+        """One of transfer_child.py's commands, and its answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
         return self._answer()
 
-    def _answer(self) -> str:
+    def _answer(self) -> object:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the child ended"
-        return str(json.loads(line))
+        return json.loads(line)
 
 
-class TcpHarness:
-    def backend(self) -> TcpBackend:
-        return TcpBackend()
+class ProcessHarness:
+    name: str
 
-    def victim(self, name: str, num_pages: int, page_nbytes: int) -> TcpVictim:
-        return TcpVictim(name, num_pages, page_nbytes)
+    def backend(self, options: TransferOptions = TransferOptions()) -> TransferBackend:  # noqa: B008 - frozen
+        return BACKENDS[self.name](options)
+
+    def victim(self, name: str, num_pages: int, page_nbytes: int) -> ProcessVictim:
+        return ProcessVictim(self.name, name, num_pages, page_nbytes)
 
 
-HARNESSES: dict[str, type[Harness]] = {"memory": MemoryHarness, "tcp": TcpHarness}
+def free_port() -> int:
+    while True:
+        port = random.choice(PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+HARNESSES: dict[str, type[Harness]] = {
+    "memory": MemoryHarness,
+    **{name: type(f"{name.title()}Harness", (ProcessHarness,), {"name": name}) for name in BACKENDS},
+}
