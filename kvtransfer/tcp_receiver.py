@@ -8,8 +8,8 @@ The fence. forget(peer) shuts the peer's connections down and joins their thread
 land any more, however much the kernel still had buffered. A caller whose connection broke calls again on the same lane; the new
 connection is welcomed only after the old one's thread has ended, so the caller knows that nothing it sent before can land later.
 
-Anything that is not the protocol closes the connection with one warning. Unproven connections are few and short-lived: beyond
-MAX_HANDSHAKES the oldest is dropped.
+Anything that is not the protocol closes the connection with a warning; what strangers say is warned of rarely, and mutes nothing
+that peers do. Unproven connections are few and short-lived: beyond MAX_HANDSHAKES the oldest is dropped.
 """
 
 import errno
@@ -26,6 +26,7 @@ import numpy as np
 
 from common.errors import StartupError
 from kvtransfer.backend import PeerId
+from kvtransfer.link import RareWarning
 from kvtransfer.pages import PageMemory, first_outside
 from kvtransfer.tcp_wire import (
     CHALLENGE,
@@ -95,6 +96,9 @@ class Listener:
         self._unproven: dict[Connection, None] = {}  # oldest first
         self._ended: list[Connection] = []  # their threads are at their last instruction; joined with the next connection, or on close
         self._closing = threading.Event()
+        self._warn_lock = threading.Lock()
+        self._warn_of_strangers = RareWarning(log)
+        self._warn_of_ours = RareWarning(log)  # of peers, and of what this process lacks
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
             self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -138,7 +142,7 @@ class Listener:
                 raw, address = self._socket.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    log.warning("cannot take a transfer connection: %s", error)
+                    self._warn(self._warn_of_ours, f"cannot take a transfer connection: {error}")
                     self._closing.wait(OUT_OF_FILES_PAUSE_S)
                 continue  # one caller gave up early, or close() woke us
             self._start(Connection(GuardedSocket(raw), f"{address[0]}:{address[1]}"))
@@ -158,10 +162,14 @@ class Listener:
             try:
                 connection.thread.start()
             except RuntimeError as error:  # the process may have no more threads
-                log.warning("cannot serve a transfer connection from %s: %s", connection.address, error)
+                self._warn(self._warn_of_ours, f"cannot serve a transfer connection from {connection.address}: {error}")
                 connection.socket.close()
             else:
                 self._unproven[connection] = None
+
+    def _warn(self, warning: RareWarning, message: str) -> None:
+        with self._warn_lock:
+            warning(time.monotonic(), message)
 
     # ---- a connection's thread ------------------------------------------------------------------------------------------
 
@@ -170,7 +178,8 @@ class Listener:
             self._welcome(connection)
             self._answer(connection.socket.raw)
         except WireError as error:
-            log.warning("closed a transfer connection from %s: %s", connection.address, error)
+            warning = self._warn_of_strangers if connection.key is None else self._warn_of_ours
+            self._warn(warning, f"closed a transfer connection from {connection.address}: {error}")
         except (OSError, EOFError) as error:
             log.debug("transfer connection from %s ended: %s", connection.address, error)
         finally:

@@ -279,6 +279,21 @@ def test_strangers_hold_a_bounded_number_of_threads(nodes: Nodes, monkeypatch: p
         stranger.close()
 
 
+def test_a_flood_of_strangers_is_one_warning_that_mutes_nothing_else(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    there = nodes.node()
+    known = Identity(secrets.token_bytes(16), secrets.token_bytes(16))
+    for _ in range(50):
+        stranger = RawCaller(there, known)
+        stranger.socket.sendall(STRANGERS["http"])
+        assert stranger.is_closed()
+    faulty = RawCaller(there, known).shake_hands()
+    faulty.socket.sendall(BAD_REQUESTS["unknown kind"][0])
+    assert faulty.is_closed()
+    flood, fault = warnings_of(caplog)
+    assert "not the transfer protocol" in flood
+    assert "unknown kind 9" in fault
+
+
 # ---- whom we call ------------------------------------------------------------------------------------------------------------
 
 
