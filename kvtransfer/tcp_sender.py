@@ -281,9 +281,10 @@ class Lane:
     # ---- both -----------------------------------------------------------------------------------------------------------
 
     def _broke(self, connection: GuardedSocket, error: Exception) -> None:
-        """Note the first cause and wake the other thread."""
+        """Note the first cause and wake the other thread. The kernel tells the cause once, to one of the two; the other hears
+        "broken pipe", perhaps first, and that is never a cause."""
         with self._changed:
-            if self._error is None:
+            if self._error is None or isinstance(self._error, BrokenPipeError):
                 self._error = error
             self._changed.notify_all()
         connection.shut()
