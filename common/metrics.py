@@ -16,6 +16,8 @@ FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 1
 INTER_TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.5, 1.0, 2.0)
 REQUEST_BUCKETS_S = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0, 600.0)
 INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
+LABEL = re.compile(r'(\w+)="([^"\\]*)"')
+LABELLED_KEY = re.compile(rf"(?P<name>[^{{]+)(\{{(?P<labels>{LABEL.pattern}(,{LABEL.pattern})*)\}})?")
 
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -63,16 +65,28 @@ def watch_gauge(registry: CollectorRegistry, name: str, documentation: str, read
 
 
 class StatusCollector(Collector):
-    """The scheduler's latest figures: a key ending in `_total` is a counter, any other a gauge, each named pdserve_<key>."""
+    """The scheduler's latest figures: a key ending in `_total` is a counter, any other a gauge, each named pdserve_<key>.
+
+    A key may carry labels as Prometheus writes them: `transfer_failures_total{cause="peer_lost"}`. All keys of one name have the same
+    labels. Values are free of double quotes and backslashes (kvtransfer/figures.py makes them so); a key that is none is left out.
+    """
 
     def __init__(self, registry: CollectorRegistry, latest: Callable[[], dict[str, float]]) -> None:
         self._latest = latest
         registry.register(self)
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for key, value in self._latest().items():
-            name = f"pdserve_{INVALID_NAME_CHARACTERS.sub('_', key)}"
-            if name.endswith("_total"):
-                yield CounterMetricFamily(name.removesuffix("_total"), "Reported by the scheduler", value=value)
-            else:
-                yield GaugeMetricFamily(name, "Reported by the scheduler", value=value)
+            if parsed := LABELLED_KEY.fullmatch(key):
+                labels = dict(LABEL.findall(parsed["labels"] or ""))
+                name = f"pdserve_{INVALID_NAME_CHARACTERS.sub('_', parsed['name'])}"
+                family = families.get(name) or families.setdefault(name, _family(name, tuple(labels)))
+                family.add_metric(list(labels.values()), value)
+        return families.values()
+
+
+def _family(name: str, labels: tuple[str, ...]) -> CounterMetricFamily | GaugeMetricFamily:
+    if name.endswith("_total"):
+        return CounterMetricFamily(name.removesuffix("_total"), "Reported by the scheduler", labels=labels)
+    return GaugeMetricFamily(name, "Reported by the scheduler", labels=labels)
