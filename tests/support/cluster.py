@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,19 +48,25 @@ class Process:
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> "Process":
         end_s = time.monotonic() + timeout_s
-        while True:
+        while not self.is_ready(max(0.0, end_s - time.monotonic())):
+            assert time.monotonic() < end_s, f"{self.arguments} not ready in {timeout_s} s\n{self.log()}"
+        return self
+
+    def is_ready(self, wait_s: float = 0.0) -> bool:
+        """Reads what it has reported; waits for a report for so long."""
+        while "port" not in self.facts:
             while b"\n" not in self._buffer:
-                readable, _, _ = select.select([self._status_fd], [], [], max(0.0, end_s - time.monotonic()))
-                assert readable, f"{self.arguments} not ready in {timeout_s} s\n{self.log()}"
+                readable, _, _ = select.select([self._status_fd], [], [], wait_s)
+                if not readable:
+                    return False
                 part = os.read(self._status_fd, 65536)
                 assert part, f"{self.arguments} ended while starting, status {self.popen.wait()}\n{self.log()}"
                 self._buffer += part
             line, self._buffer = self._buffer.split(b"\n", 1)
             report = json.loads(line)
             assert "failed" not in report, f"{report}\n{self.log()}"
-            if "ready" in report:
-                self.facts = report["ready"]
-                return self
+            self.facts = report.get("ready", {})
+        return True
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.pid).children(recursive=True)
@@ -139,10 +145,11 @@ class Cluster:
         self.processes.append(process)
         return process
 
-    def launch_router(self, *flags: str, port: int = 0) -> Process:
+    def launch_router(self, *flags: str, port: int = 0, bootstrap_ports: Sequence[int] = ()) -> Process:
+        """`bootstrap_ports`: where decode nodes are sent to reach the prefill nodes, if not straight there."""
         nodes: list[str] = []
-        for node in self.prefills:
-            nodes += ["--prefill", node.url]
+        for place, node in enumerate(self.prefills):
+            nodes += ["--prefill", f"{node.url},{bootstrap_ports[place]}" if bootstrap_ports else node.url]
         for node in self.decodes:
             nodes += ["--decode", node.url]
         log = self.directory / f"router{len(self.processes)}.log"

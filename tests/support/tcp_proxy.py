@@ -44,7 +44,11 @@ class CuttingProxy:
                 caller, _ = self._server.accept()
             except OSError:
                 return
-            listener = socket.create_connection(("127.0.0.1", self._listener_port))
+            try:
+                listener = socket.create_connection(("127.0.0.1", self._listener_port))
+            except OSError:  # nobody listens there now
+                caller.close()
+                continue
             number = len(self.callers)
             self.callers.append(caller)
             self.listeners.append(listener)
