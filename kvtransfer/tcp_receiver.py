@@ -225,7 +225,7 @@ class Listener:
         """Take the lane over; returns when the connection that had it before has ended."""
         key = (guest.peer, lane)
         with self._lock:
-            if self._guests.get(guest.identity.incarnation) is not guest or self._closing.is_set():
+            if self._guests.get(guest.identity.incarnation) != guest or self._closing.is_set():
                 raise WireError(f"peer {guest.peer} was forgotten during its handshake")
             self._unproven.pop(connection, None)
             before = self._proven.get(key)
