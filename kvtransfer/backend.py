@@ -9,7 +9,7 @@ Contract
   nobody may write to it.
 - `post()` returns at once. Every ticket completes exactly once in poll(), also after disconnect() or close(), with None or
   an error. A WRITE that completed with None is visible in the remote region before the completion is returned.
-- Pages of a posted ticket belong to the transfer until its completion.
+- Pages of a posted ticket belong to the transfer until its completion; the page lists are the caller's again when post() returns.
 - A ticket that completed with an error touches neither side's pages any more either, unless disconnect() or close() ended it.
 - Completion order: tickets of one peer may complete in any order; bytes of two tickets are ordered by nothing but a completion
   that was seen before the other one was posted.

@@ -35,8 +35,8 @@ def main(backend: str, num_pages: int, page_nbytes: int, port: int, name: str) -
                 answer(None)
             case ["digest", pages]:
                 answer(node.digest(pages))
-            case ["post", op, peer, local, remote]:
-                posted.append(node.post(op, PeerId(peer), local, remote))
+            case ["post", op, peer, local, remote, times]:
+                posted += [node.post(op, PeerId(peer), local, remote) for _ in range(times)]
                 answer(None)
             case ["wait"]:
                 answer([error and str(error) for error in node.wait(*posted)])

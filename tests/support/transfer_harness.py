@@ -1,10 +1,11 @@
 """What the transfer conformance suite needs of a backend: nodes of this process, and victims that can be killed or frozen.
 
-Every backend of kvtransfer.factory.BACKENDS is in HARNESSES by existing; its victims are processes of their own. `memory` joins
-nothing but one process, so its victims are nodes of this one: it has no frozen peer and no second process.
+Every backend of kvtransfer.factory.BACKENDS is in HARNESSES by existing; its victims are processes of their own. What a backend
+legitimately cannot do is said in LACKS, and nowhere else.
 """
 
 import base64
+import enum
 import hashlib
 import json
 import mmap
@@ -40,7 +41,7 @@ class Node:
     """A backend over a pool of its own, in this process."""
 
     def __init__(self, name: str, backend: TransferBackend, num_pages: int, page_nbytes: int) -> None:
-        self.peer = PeerId(name)
+        self.peer, self.pid = PeerId(name), os.getpid()
         self.backend = backend
         self._shared_fd = os.memfd_create(name, os.MFD_CLOEXEC) if backend.name in SHARED_MEMORY else -1
         if self._shared_fd >= 0:
@@ -91,10 +92,10 @@ class Node:
         """The tickets' errors, once all have completed."""
         deadline_s = time.monotonic() + COMPLETION_TIMEOUT_S
         self.collect()
-        while not set(tickets) <= set(self.completed):
+        while left := [ticket for ticket in tickets if ticket not in self.completed]:
             readable, _, _ = select.select([self.backend.completion_fd()], [], [], max(0.0, deadline_s - time.monotonic()))
             self.collect()
-            assert readable, f"{len(set(tickets) - set(self.completed))} tickets did not complete in {COMPLETION_TIMEOUT_S} s"
+            assert readable, f"{len(left)} tickets did not complete in {COMPLETION_TIMEOUT_S} s"
         return [self.completed[ticket] for ticket in tickets]
 
     def close(self) -> None:
@@ -110,8 +111,9 @@ class Victim(Protocol):
 
     peer: PeerId
     description: bytes
+    pid: int
 
-    def meet(self, other: Node) -> None: ...
+    def meet(self, other: "Node | Victim") -> None: ...
 
     def digest(self, pages: Iterable[int]) -> str: ...
 
@@ -159,9 +161,9 @@ class MemoryVictim:
         self._fabric = fabric
         self._backend: MemoryBackend = fabric.backend()
         self._node = Node(name, self._backend, num_pages, page_nbytes)
-        self.peer, self.description = self._node.peer, self._node.description
+        self.peer, self.description, self.pid = self._node.peer, self._node.description, os.getpid()
 
-    def meet(self, other: Node) -> None:
+    def meet(self, other: "Node | Victim") -> None:
         self._node.meet(other)
 
     def digest(self, pages: Iterable[int]) -> str:
@@ -202,6 +204,7 @@ class ProcessVictim:
         self.port = port or free_port()
         argv = [sys.executable, str(SUPPORT_DIR / "transfer_child.py"), backend, str(num_pages), str(page_nbytes), str(self.port), name]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pid = self.process.pid
         try:
             started = self._answer()
             assert isinstance(started, dict)
@@ -210,11 +213,32 @@ class ProcessVictim:
             self.stop()
             raise
 
-    def meet(self, other: Node) -> None:
-        self.call("meet", other.peer, base64.b64encode(other.description).decode())
+    def meet(self, other: Node | Victim) -> None:
+        self._call("meet", other.peer, base64.b64encode(other.description).decode())
+
+    def part(self, other: Node | Victim) -> None:
+        """Disconnect `other`; returns when its fence has passed."""
+        self._call("part", other.peer)
+
+    def fill(self, seed: int) -> None:
+        self._call("fill", seed)
 
     def digest(self, pages: Iterable[int]) -> str:
-        return str(self.call("digest", [*map(int, pages)]))
+        return str(self._call("digest", [*map(int, pages)]))
+
+    def post(self, op: Op, other: Node | Victim, local: Iterable[int], remote: Iterable[int], times: int = 1) -> None:
+        """`times` tickets; see wait()."""
+        self._call("post", op, other.peer, [*map(int, local)], [*map(int, remote)], times)
+
+    def wait(self) -> list[str | None]:
+        """The errors of all tickets posted since the last call, once they have completed."""
+        errors = self._call("wait")
+        assert isinstance(errors, list)
+        return errors
+
+    def close(self) -> None:
+        """Close the backend; the process goes on, and wait() still answers."""
+        self._call("close")
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -241,8 +265,7 @@ class ProcessVictim:
             self.process.stdin.close()
         self.process.stdout.close()
 
-    def call(self, *command: object) -> object:
-        """One of transfer_child.py's commands, and its answer."""
+    def _call(self, *command: object) -> object:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
@@ -266,6 +289,7 @@ class ProcessHarness:
 
 
 def free_port() -> int:
+    """A port that nobody has now, and no connection takes later."""
     while True:
         port = random.choice(PORTS)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -276,3 +300,21 @@ HARNESSES: dict[str, type[Harness]] = {
     "memory": MemoryHarness,
     **{name: type(f"{name.title()}Harness", (ProcessHarness,), {"name": name}) for name in BACKENDS},
 }
+
+
+# ---- what not every backend can do ---------------------------------------------------------------------------------------------
+
+
+class Trait(enum.Enum):
+    """Part of the contract that a backend may lack, for a reason that LACKS and the contract in kvtransfer/backend.py give."""
+
+    JOINS_PROCESSES = enum.auto()
+
+
+LACKS: dict[str, dict[Trait, str]] = {
+    "memory": {Trait.JOINS_PROCESSES: "a fake within one process"},
+}
+
+
+def backends_with(trait: Trait) -> list[str]:
+    return [name for name in sorted(HARNESSES) if trait not in LACKS.get(name, {})]
