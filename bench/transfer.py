@@ -1,153 +1,232 @@
-"""KV pages over the tcp backend against a bare socket loop with the same bytes: `python bench/transfer.py`.
+"""KV pages over each transfer backend beside its bare library with the same bytes, page lists and machine: `python bench/transfer.py`.
 
-Two processes on loopback. Each round moves the same number of bytes four ways, one after the other, so that drift of the machine
-hits all of them: sendall/recv_into of one buffer; WRITE of contiguous and of scattered pages; READ of scattered pages. Ratios of
-the medians are what counts. Then the fixed cost of a transfer: one page, post to completion, against a bare round trip.
+Two processes on loopback. Each round moves the same pages four ways, one after the other, so that drift of the machine hits all of
+them: bare and ours, contiguous and scattered. What counts are the medians of the rounds' ratios. Then the fixed cost of a request:
+Offer to Closed of one page, through real endpoints in two processes. `--plot FILE` draws the ratios as SVG.
 """
 
 import argparse
+import mmap
 import multiprocessing
+import os
 import select
-import socket
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+import transfer_raw
+from transfer_plot import Bar, draw
+from transfer_raw import RAW, Pool
 
-from kvtransfer.backend import Op, PageIds, PeerId, Region
-from kvtransfer.tcp import TcpBackend
+from kvtransfer.backend import PageIds, PeerId, Region, TransferBackend
+from kvtransfer.endpoint import DecodeEndpoint, Delivered, FirstToken, OfferJoined, PrefillEndpoint
+from kvtransfer.factory import BACKENDS
+from kvtransfer.protocol import Compat
+from kvtransfer.settings import TransferOptions, TransferSettings
 
 PAGE_NBYTES = 16 * 22_528  # 16 tokens of the embedded model (30 layers x 2 x 3 heads x 64 x bfloat16)
-SMALL_PAGE_NBYTES = 4096  # shows the fixed cost without the bytes
 FAR, NEAR = PeerId("far"), PeerId("near")
-ACK = b"k"
+FLOOR = {"shm": 0.8, "nixl": 0.9, "mooncake": 0.9, "tcp": 0.7}  # ours / bare that this project holds itself to
+SPAWN = multiprocessing.get_context("spawn")
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    num_pages: int
-    page_nbytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_pages * self.page_nbytes
+# ---- pools and processes ------------------------------------------------------------------------------------------------------
 
 
-def make_node(shape: Shape) -> tuple[TcpBackend, NDArray[np.uint8]]:
-    pool = np.ones((shape.num_pages, shape.page_nbytes), dtype=np.uint8)  # every page touched: no page faults in the first round
-    backend = TcpBackend()
-    backend.register(Region(pool.ctypes.data, shape.num_pages, shape.page_nbytes, "cpu", pool))
-    return backend, pool
+def make_pool(num_pages: int, page_nbytes: int) -> tuple[Pool, int]:
+    """Shared memory with every page touched (no page faults in the first round), and its descriptor."""
+    fd = os.memfd_create("bench-pool", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_pages * page_nbytes)
+    pool = np.frombuffer(mmap.mmap(fd, num_pages * page_nbytes), np.uint8).reshape(num_pages, page_nbytes)
+    pool[:] = 1
+    return pool, fd
 
 
-def far_side(shape: Shape, pipe: Connection) -> None:
-    """The other process: a backend, and a bare socket that takes shape.nbytes and says one byte, until it is closed."""
-    backend, pool = make_node(shape)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        pipe.send((backend.describe(), server.getsockname()[1]))
-        backend.accept(NEAR, pipe.recv())
-        pipe.send("accepted")
-        bare, _ = server.accept()
-    bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    target = pool.data.cast("B")
-    received = 0
-    with bare:
-        while num_bytes := bare.recv_into(target[received:]):
-            received = (received + num_bytes) % shape.nbytes
-            if received == 0:
-                bare.sendall(ACK)
-    backend.close()
+def make_backend(name: str, pool: Pool, fd: int) -> TransferBackend:
+    backend = BACKENDS[name](TransferOptions())
+    num_pages, page_nbytes = pool.shape
+    backend.register(Region(pool.ctypes.data, num_pages, page_nbytes, "cpu", pool, shared_fd=fd))
+    return backend
 
 
-class Bench:
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        context = multiprocessing.get_context("spawn")
-        pipe, far_pipe = context.Pipe()
-        self._process = context.Process(target=far_side, args=(shape, far_pipe))
-        self._process.start()
-        self._backend, self._pool = make_node(shape)
-        description, port = pipe.recv()
-        pipe.send(self._backend.describe())
+def far_backend(name: str, num_pages: int, page_nbytes: int, pipe: Connection) -> None:
+    """A backend that lets `near` in, until the pipe ends."""
+    backend = make_backend(name, *make_pool(num_pages, page_nbytes))
+    pipe.send(backend.describe())
+    backend.accept(NEAR, pipe.recv())
+    pipe.send("accepted")
+    try:
         pipe.recv()
-        self._backend.connect(FAR, description)
-        self._bare = socket.create_connection(("127.0.0.1", port))
-        self._bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def bare(self) -> float:
-        started_s = time.perf_counter()
-        self._bare.sendall(self._pool.data.cast("B"))
-        assert self._bare.recv(1) == ACK
-        return time.perf_counter() - started_s
-
-    def backend(self, op: Op, local: PageIds, remote: PageIds) -> float:
-        started_s = time.perf_counter()
-        self._backend.post(op, FAR, local, remote)
-        while not (completions := self._backend.poll()):
-            select.select([self._backend.completion_fd()], [], [])
-        assert completions[0].error is None, completions[0].error
-        return time.perf_counter() - started_s
-
-    def close(self) -> None:
-        self._backend.close()
-        self._bare.close()
-        self._process.join()
+    except EOFError:
+        backend.close()
 
 
-def measure(bench: Bench, ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median seconds of each way, rounds interleaved, the first of each dropped."""
-    times_s: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, way in ways.items():
-            times_s[name].append(way())
-    return {name: statistics.median(values[1:]) for name, values in times_s.items()}
+def far_raw(name: str, num_pages: int, page_nbytes: int, pipe: Connection) -> None:
+    RAW[name][1](make_pool(num_pages, page_nbytes)[0], pipe)
 
 
-def bandwidth(num_pages: int, rounds: int) -> None:
-    shape = Shape(num_pages, PAGE_NBYTES)
-    bench = Bench(shape)
+@contextmanager
+def other_process(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """`target` in a process of its own, with the other end of the pipe that is given; it ends when the pipe does."""
+    pipe, far_pipe = SPAWN.Pipe()
+    process = SPAWN.Process(target=target, args=(*arguments, far_pipe))
+    process.start()
+    far_pipe.close()
+    try:
+        yield pipe
+    finally:
+        pipe.close()
+        process.join()
+
+
+# ---- bandwidth ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rounds:
+    """Seconds a round, by way."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, way: str, seconds: float) -> None:
+        self.seconds.setdefault(way, []).append(seconds)
+
+    def median_s(self, way: str) -> float:
+        return statistics.median(self.seconds[way][1:])  # the first round warms up
+
+    def ratio(self, ours: str, bare: str) -> float:
+        """Speed of one way in terms of another's: the median of the rounds' ratios."""
+        return statistics.median(theirs / mine for theirs, mine in zip(self.seconds[bare][1:], self.seconds[ours][1:], strict=True))
+
+
+def write(backend: TransferBackend, local: PageIds, remote: PageIds) -> float:
+    started_s = time.perf_counter()
+    backend.post("WRITE", FAR, local, remote)
+    while not (completions := backend.poll()):
+        select.select([backend.completion_fd()], [], [])
+    assert completions[0].error is None, completions[0].error
+    return time.perf_counter() - started_s
+
+
+def bandwidth(name: str, num_pages: int, rounds: int) -> list[Bar]:
+    title, serve, near = RAW[name]
     in_order = np.arange(num_pages, dtype=np.int32)
     rng = np.random.default_rng(0)
     here, there = rng.permutation(in_order), rng.permutation(in_order)
-    medians_s = measure(bench, {
-        "bare sendall/recv_into": bench.bare,
-        "WRITE contiguous": lambda: bench.backend("WRITE", in_order, in_order),
-        "WRITE scattered": lambda: bench.backend("WRITE", here, there),
-        "READ scattered": lambda: bench.backend("READ", here, there),
-    }, rounds)  # fmt: skip
-    bench.close()
-    print(f"{num_pages} pages of {PAGE_NBYTES} bytes, {shape.nbytes / 1e6:.0f} MB, median of {rounds} interleaved rounds")
-    bare_s = next(iter(medians_s.values()))
-    for name, median_s in medians_s.items():
-        print(f"  {name:24} {shape.nbytes / median_s / 1e9:6.2f} GB/s   {bare_s / median_s:5.2f} x bare")
+    times = Rounds()
+    pool, fd = make_pool(num_pages, PAGE_NBYTES)
+    with other_process(far_backend, name, num_pages, PAGE_NBYTES) as pipe, _raw_process(name, num_pages) as raw_pipe:
+        backend = make_backend(name, pool, fd)
+        description = pipe.recv()
+        pipe.send(backend.describe())
+        pipe.recv()
+        backend.connect(FAR, description)
+        raw_pool = make_pool(num_pages, PAGE_NBYTES)[0]
+        raw = near(raw_pool, raw_pipe.recv()) if serve else near(raw_pool)
+        for _ in range(rounds + 1):
+            times.add("bare contiguous", transfer_raw.seconds(raw, in_order, in_order))
+            times.add("contiguous", write(backend, in_order, in_order))
+            times.add("bare scattered", transfer_raw.seconds(raw, here, there))
+            times.add("scattered", write(backend, here, there))
+        raw.close()
+        backend.close()
+    nbytes = num_pages * PAGE_NBYTES
+    print(f"\n{name} beside {title}: {num_pages} pages of {PAGE_NBYTES} bytes, {nbytes / 1e6:.0f} MB, {rounds} interleaved rounds")
+    for way in times.seconds:
+        print(f"  {way:18} {nbytes / times.median_s(way) / 1e9:6.2f} GB/s")
+    to_bare = times.ratio("contiguous", "bare contiguous"), times.ratio("scattered", "bare scattered")
+    print(f"  of bare: contiguous {to_bare[0]:.2f}, scattered {to_bare[1]:.2f} (floor {FLOOR[name]})", end="")
+    print(f"; scattered of contiguous {times.ratio('scattered', 'contiguous'):.2f} (floor 0.8)")
+    return [
+        Bar(f"{name}, contiguous pages", nbytes / times.median_s("contiguous") / 1e9, nbytes / times.median_s("bare contiguous") / 1e9),
+        Bar(f"{name}, scattered pages", nbytes / times.median_s("scattered") / 1e9, nbytes / times.median_s("bare scattered") / 1e9),
+    ]
 
 
-def fixed_cost(page_nbytes: int, rounds: int) -> None:
-    bench = Bench(Shape(1, page_nbytes))
-    page = np.zeros(1, dtype=np.int32)
-    medians_s = measure(bench, {
-        "bare round trip": bench.bare,
-        "WRITE": lambda: bench.backend("WRITE", page, page),
-        "READ": lambda: bench.backend("READ", page, page),
-    }, rounds)  # fmt: skip
-    bench.close()
-    print(f"one page of {page_nbytes} bytes, p50 of {rounds} interleaved rounds")
-    for name, median_s in medians_s.items():
-        print(f"  {name:24} {median_s * 1e6:6.0f} us")
+@contextmanager
+def _raw_process(name: str, num_pages: int) -> Iterator[Connection]:
+    if RAW[name][1] is None:
+        yield SPAWN.Pipe()[0]
+    else:
+        with other_process(far_raw, name, num_pages, PAGE_NBYTES) as pipe:
+            yield pipe
+
+
+# ---- Offer to Closed ----------------------------------------------------------------------------------------------------------
+
+PAGE_SIZE, NUM_PAGES = 16, 64
+
+
+def settings() -> TransferSettings:
+    return TransferSettings(compat=Compat("bench", "bfloat16", PAGE_SIZE, 30, 3, 64, PAGE_NBYTES, 8192))
+
+
+def far_prefill(name: str, pipe: Connection) -> None:
+    """A prefill node that has computed every prompt already."""
+    endpoint = PrefillEndpoint(settings(), make_backend(name, *make_pool(NUM_PAGES, PAGE_NBYTES)), "127.0.0.1", 0)
+    pipe.send(endpoint.port)
+    page = np.zeros(1, np.int32)
+    deadline_s = time.time() + 3600
+    for room in range(1 << 30):
+        refused = endpoint.expect(room, PAGE_SIZE, b"same", deadline_s)
+        assert refused is None, refused
+        joined = False
+        while not joined:
+            readable, _, _ = select.select([endpoint.wake_fd, pipe.fileno()], [], [])
+            if pipe.fileno() in readable:
+                endpoint.close()
+                return
+            joined = any(isinstance(event, OfferJoined) for event in endpoint.poll())
+        endpoint.send_first_token(room, 1, 0)
+        endpoint.send_pages(room, 0, page)
+        endpoint.finish(room)
+
+
+def fixed_cost(name: str, rounds: int) -> None:
+    costs_s: list[float] = []
+    with other_process(far_prefill, name) as pipe:
+        endpoint = DecodeEndpoint(settings(), make_backend(name, *make_pool(NUM_PAGES, PAGE_NBYTES)))
+        port = pipe.recv()
+        for room in range(rounds):
+            started_s = time.perf_counter()
+            refused = endpoint.offer(room, "127.0.0.1", port, PAGE_SIZE, b"same", 0, np.array([room % NUM_PAGES], np.int32), time.time() + 60)
+            assert refused is None, refused
+            wait_delivered(endpoint)
+            costs_s.append(time.perf_counter() - started_s)
+        endpoint.close()
+    costs_s = sorted(costs_s[10:])
+    p50, p99 = costs_s[len(costs_s) // 2], costs_s[int(len(costs_s) * 0.99)]
+    print(f"  {name:9} Offer to Closed, 1 page of {PAGE_NBYTES} bytes: p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms")
+
+
+def wait_delivered(endpoint: DecodeEndpoint) -> None:
+    while True:
+        select.select([endpoint.wake_fd], [], [])
+        for event in endpoint.poll():
+            if isinstance(event, Delivered):
+                return
+            assert isinstance(event, FirstToken), event
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="tcp transfer backend against a bare socket loop")
-    parser.add_argument("--pages", type=int, default=512, help="pages a round; 512 are 8192 tokens of the embedded model")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = argparse.ArgumentParser(description="transfer backends beside their bare libraries")
+    parser.add_argument("--backends", nargs="+", default=[name for name in RAW if name in BACKENDS], choices=list(RAW))
+    parser.add_argument("--pages", type=int, default=256, help="pages a round; 256 are 4096 tokens of the embedded model (default: 256)")
+    parser.add_argument("--rounds", type=int, default=20, help="turns (default: 20)")
+    parser.add_argument("--plot", type=Path, help="SVG file to draw the speeds into")
     options = parser.parse_args()
-    bandwidth(options.pages, options.rounds)
-    fixed_cost(PAGE_NBYTES, options.rounds * 20)
-    fixed_cost(SMALL_PAGE_NBYTES, options.rounds * 50)
+    print(f"UCX_TLS={os.environ.get('UCX_TLS', '(not set: the library chooses)')}")
+    bars = [bar for name in options.backends for bar in bandwidth(name, options.pages, options.rounds)]
+    print()
+    for name in options.backends:
+        fixed_cost(name, options.rounds * 25)
+    if options.plot:
+        options.plot.write_text(draw(bars, "GB/s on loopback: ours (filled) and the bare library (outline)"))
 
 
 if __name__ == "__main__":
