@@ -69,7 +69,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(self.model_config, dtype)
         if device == "cuda" and not torch.cuda.is_available():
             raise StartupError(f"--device cuda: this torch ({torch.__version__}) finds no CUDA device; use --device cpu, or install a CUDA build")
-        self.device = torch.device(device)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._max_running_requests = max_running_requests
         budget_nbytes = int(free_nbytes(self.device) * mem_fraction)
         use_numba = attention_backend == "numba" or (attention_backend == "auto" and device == "cpu")
@@ -84,6 +84,14 @@ class ModelRunner:
 
     def decode(self, batch: DecodeBatch) -> NDArray[np.int64]:
         return sample(self.logits(batch).cpu().numpy(), batch.sampling)
+
+    def ready_event(self) -> torch.cuda.Event | None:
+        """Its query() is true once the KV of all calls so far is in the pool. None: it is."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     @torch.inference_mode()
     def logits(self, batch: ExtendBatch | DecodeBatch) -> torch.Tensor:

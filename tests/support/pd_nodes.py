@@ -10,6 +10,7 @@ from typing import Any
 from fake_runner import FakeRunner
 from scheduler_harness import Node
 
+from common.config import Device
 from common.engine.runner import ModelRunner
 from common.request import Bootstrap
 from kvtransfer.backend import Region, TransferBackend
@@ -25,7 +26,7 @@ def fake_region(runner: FakeRunner) -> Region:
 
 
 def model_region(runner: ModelRunner) -> Region:
-    return Region(runner.kv.base_address, runner.kv.num_pages, runner.kv.page_nbytes, "cpu", runner.kv)
+    return Region(runner.kv.base_address, runner.kv.num_pages, runner.kv.page_nbytes, str(runner.device), runner.kv)
 
 
 class PdNodes:
@@ -103,11 +104,12 @@ class PdNodes:
             node.assert_idle()
 
 
-def model_nodes(model_dir: Path, backends: Sequence[TransferBackend], *, page_size: int, chunk: int, num_pages: int = 96, **options: Any) -> PdNodes:
+def model_nodes(model_dir: Path, backends: Sequence[TransferBackend], *, page_size: int, chunk: int, num_pages: int = 96,
+                device: Device = "cpu", **options: Any) -> PdNodes:
     """One prefill and one decode node with the real model in float32."""
     nodes = PdNodes()
     for role, backend in zip(("prefill", "decode"), backends, strict=True):
-        runner = ModelRunner(model_dir, dtype="float32", page_size=page_size, num_pages=num_pages, max_running_requests=8)
+        runner = ModelRunner(model_dir, device=device, dtype="float32", page_size=page_size, num_pages=num_pages, max_running_requests=8)
         eos = tuple(runner.model_config.eos_token_ids)
         shared = {"page_size": page_size, "chunk": chunk, "num_pages": num_pages, "context_length": runner.context_length, "eos": eos}
         nodes.add(role, backend, runner, **{**shared, **options})
