@@ -89,7 +89,7 @@ class ModelRunner:
         """Its query() is true once the KV of all calls so far is in the pool. None: it is."""
         if self.device.type == "cpu":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch types it not
         event.record()
         return event
 
