@@ -24,7 +24,13 @@ def _tcp(options: TransferOptions) -> TransferBackend:
     return TcpBackend(options.host, options.port, options.advertise_host, options.lanes)
 
 
-BACKENDS: dict[str, Callable[[TransferOptions], TransferBackend]] = {"tcp": _tcp}
+def _mooncake(options: TransferOptions) -> TransferBackend:
+    from kvtransfer.mooncake import MooncakeBackend
+
+    return MooncakeBackend(options)
+
+
+BACKENDS: dict[str, Callable[[TransferOptions], TransferBackend]] = {"tcp": _tcp, "mooncake": _mooncake}
 
 
 def make_backend(name: str, region: Region, options: TransferOptions) -> AutoBackend:

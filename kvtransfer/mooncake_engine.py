@@ -1,0 +1,146 @@
+"""One Mooncake transfer engine: the only module that imports the library.
+
+What the library (0.3.13.post1, https://github.com/kvcache-ai/Mooncake) is like, and what is done about it:
+
+- `initialize` ignores ports, and listens on *all* addresses with two ports of MC_MIN_PRC_PORT .. MC_MAX_PRC_PORT (15000 .. 17000): one
+  tells anybody the engine's memory addresses, the other (TCP) writes to them for anybody. mooncake.py says what follows.
+- `protocol` is ignored too: RDMA is used where a device is found, unless MC_FORCE_TCP is set.
+- A batch of more descriptors than a lane's queue holds (1024) fails, and one that timed out may go on. So every descriptor is a batch
+  of its own here, few are in flight, and a failure ends the engine.
+- Its waiting calls spin. transfer_check_status() does not wait; it looks at a batch's first descriptor only, which is all there is.
+- The destructor keeps the GIL, and waits for a thread that sits in accept() for up to a second: every thread of the process would
+  stand still so long. close() wakes that thread first; what is left is a few milliseconds (more with RDMA, where memory is unpinned).
+- It logs to stderr, and calls "Local segment descriptor not found" an error, which each TCP engine says once while it starts.
+"""
+
+import importlib
+import os
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+from common.errors import StartupError
+from kvtransfer.backend import Op, Region, TransferError
+from kvtransfer.settings import TransferOptions
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+WAKE_POLL_S = 0.001  # how soon the engine's listening thread sees that it shall end
+
+Resolved = Literal["tcp", "rdma"]
+
+
+class RawEngine(Protocol):
+    """What is used of mooncake.engine.TransferEngine. Every method but the first two releases the GIL."""
+
+    def initialize(self, local_hostname: str, metadata_server: str, protocol: str, device_name: str, /) -> int: ...
+
+    def get_rpc_port(self) -> int: ...
+
+    def batch_register_memory(self, addresses: list[int], capacities: list[int], /) -> int: ...
+
+    def batch_transfer_async_write(self, target: str, local: list[int], remote: list[int], lengths: list[int], /) -> int: ...
+
+    def batch_transfer_async_read(self, target: str, local: list[int], remote: list[int], lengths: list[int], /) -> int: ...
+
+    def transfer_check_status(self, batch: int, /) -> int: ...
+
+
+class Library(Protocol):
+    def TransferEngine(self) -> RawEngine: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    protocol: Resolved
+    devices: str  # mlx5_0,mlx5_1; empty: all
+
+
+def load() -> Library:
+    """mooncake.engine. Raises StartupError with the way out when it is not installed, or lacks a system library."""
+    try:
+        return cast(Library, importlib.import_module("mooncake.engine"))
+    except ModuleNotFoundError as error:
+        raise StartupError(
+            "transfer backend mooncake: the transfer engine is not installed: pip install 'pdserve[mooncake]' (without CUDA: 'pdserve[mooncake-cpu]')"
+        ) from error
+    except ImportError as error:  # a shared library is missing
+        raise StartupError(
+            f"transfer backend mooncake: {error}; its system libraries are, on Debian: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
+        ) from error
+
+
+def prepare(options: TransferOptions) -> EngineOptions:
+    """Choose the protocol, and tell the library through the environment what it takes from nowhere else; variables that the user has
+    set stay. Raises StartupError where RDMA is asked for and there is none, or the library cannot be loaded."""
+    has_rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+    if options.protocol == "rdma" and not has_rdma:
+        raise StartupError(f"transfer backend mooncake: --mooncake-protocol rdma, but {RDMA_DEVICES} has no device; choose auto or tcp")
+    protocol: Resolved = "tcp" if options.protocol == "tcp" or not has_rdma else "rdma"
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # at WARNING, the default, every engine says that there is no RDMA device
+    os.environ.setdefault("MC_TCP_LANES_PER_PEER", str(options.lanes))
+    if protocol == "tcp":
+        os.environ.setdefault("MC_FORCE_TCP", "1")
+    if ":" in options.host:
+        os.environ.setdefault("MC_USE_IPV6", "1")
+    load()
+    return EngineOptions(protocol, options.ib_device or "")
+
+
+class Engine:
+    """Moves bytes between our region and the segment of another engine; lets that engine's kind write and read the region.
+
+    When close() has returned, nothing of this engine touches the region any more: its sockets or queue pairs are gone and its threads
+    have ended."""
+
+    def __init__(self, options: EngineOptions, host: str, region: Region) -> None:
+        """`host`: numeric address at which other engines reach this one. Raises TransferError."""
+        raw = load().TransferEngine()
+        if raw.initialize(host, "P2PHANDSHAKE", options.protocol, options.devices) != 0:
+            raise TransferError(f"Mooncake cannot start an engine for {options.protocol} at {host}; its log on stderr says why")
+        self._raw: RawEngine | None = raw
+        self._keepalive = region.keepalive
+        self.segment = f"[{host}]:{raw.get_rpc_port()}" if ":" in host else f"{host}:{raw.get_rpc_port()}"
+        if raw.batch_register_memory([region.base], [region.num_pages * region.page_nbytes]) != 0:
+            del raw
+            self.close()
+            raise TransferError("Mooncake cannot register the KV pool's memory; its log on stderr says why (RDMA: ulimit -l)")
+
+    def submit(self, op: Op, segment: str, local: int, remote: int, nbytes: int) -> int:
+        """Start copying `nbytes` between the addresses; the number for landed(). The first call for a segment asks its engine where
+        things are, which takes a round trip and may take a minute when nobody answers. Raises TransferError."""
+        assert self._raw is not None
+        start = self._raw.batch_transfer_async_write if op == "WRITE" else self._raw.batch_transfer_async_read
+        batch = start(segment, [local], [remote], [nbytes])
+        if batch == 0:
+            raise TransferError(f"Mooncake cannot start a {op} to {segment}; its log on stderr says why")
+        return batch
+
+    def landed(self, batch: int) -> bool:
+        """Whether all its bytes are where they belong; after True or an error, `batch` is gone. Raises TransferError."""
+        assert self._raw is not None
+        status = self._raw.transfer_check_status(batch)
+        if status < 0:
+            raise TransferError("Mooncake's transfer timed out" if status == -2 else "Mooncake's transfer failed; its log on stderr says why")
+        return status == 1
+
+    def close(self) -> None:
+        if self._raw is not None:
+            _hurry_listener(self._raw.get_rpc_port())
+            self._raw = None  # the destructor
+
+
+def _hurry_listener(port: int) -> None:
+    """Let the thread that accepts on `port`, one of this process's, look around every WAKE_POLL_S instead of every second, and wake it
+    once so that it begins. The socket is the library's: it is found among this process's descriptors."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as candidate:
+                if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and candidate.getsockname()[1] == port:
+                    candidate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(WAKE_POLL_S * 1e6)))
+                    socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+                    return
