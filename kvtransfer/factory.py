@@ -18,6 +18,12 @@ logger = logging.getLogger(__name__)
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
+def _shm(options: TransferOptions) -> TransferBackend:
+    from kvtransfer.shm import ShmBackend
+
+    return ShmBackend(options.lanes)
+
+
 def _tcp(options: TransferOptions) -> TransferBackend:
     from kvtransfer.tcp import TcpBackend
 
@@ -30,7 +36,7 @@ def _mooncake(options: TransferOptions) -> TransferBackend:
     return MooncakeBackend(options)
 
 
-BACKENDS: dict[str, Callable[[TransferOptions], TransferBackend]] = {"tcp": _tcp, "mooncake": _mooncake}
+BACKENDS: dict[str, Callable[[TransferOptions], TransferBackend]] = {"shm": _shm, "tcp": _tcp, "mooncake": _mooncake}
 
 
 def make_backend(name: str, region: Region, options: TransferOptions) -> AutoBackend:
