@@ -14,23 +14,37 @@ find_python() {
     exit 2
 }
 
-make_venv() {
-    local python=$1 package
-    "$python" -m venv "$venv" >/dev/null 2>&1 && return
-    package=$("$python" -c 'import sys; print("python{}.{}-venv".format(*sys.version_info))')
+# As root on a Debian-like system, install; else say what to install, and why.   apt_install REASON PACKAGE...
+apt_install() {
+    local reason=$1
+    shift
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-        echo "$python cannot make a virtual environment: apt-get install $package" >&2
+        echo "$reason: apt-get install $*" >&2
         exit 2
     fi
-    echo "installing $package with apt-get"
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >/dev/null
+    echo "installing $* with apt-get"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null
+}
+
+make_venv() {
+    local python=$1
+    "$python" -m venv "$venv" >/dev/null 2>&1 && return
+    apt_install "$python cannot make a virtual environment" "$("$python" -c 'import sys; print("python{}.{}-venv".format(*sys.version_info))')"
     "$python" -m venv --clear "$venv"
+}
+
+# The tests run the transfer backend mooncake, whose wheel links to libraries that it does not bring.
+need_mooncake_libraries() {
+    "$venv/bin/python" -c 'import ctypes, sys; [ctypes.CDLL(name) for name in sys.argv[1:]]' \
+        libibverbs.so.1 librdmacm.so.1 libnuma.so.1 libcurl.so.4 2>/dev/null && return
+    apt_install "the tests of the transfer backend mooncake need system libraries" libibverbs1 librdmacm1 libnuma1 libcurl4
 }
 
 if ! usable "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     rm -rf "$venv"
     make_venv "$(find_python)"
 fi
+case $requirement in *'[test]'*) need_mooncake_libraries ;; esac
 # pip without its thousand lines, but with a sign of life: quiet twice hides warnings too, errors stay.
 echo "installing $requirement into $venv ($("$venv/bin/python" --version)); the first time takes minutes"
 "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable "$requirement" &
