@@ -14,8 +14,8 @@ Contract
 - Completion order: tickets of one peer may complete in any order; bytes of two tickets are ordered by nothing but a completion
   that was seen before the other one was posted.
 - After `disconnect(peer)` has returned, its outstanding tickets have completed, with an error if need be; once its Fence has
-  passed, nothing of that peer's writes lands in our region any more. What we had already sent may still reach its memory: only
-  its own fence, or its end, ends that.
+  passed, nothing that the peer writes, or that we were reading from it, lands in our region any more. What we had already sent
+  may still reach its memory: only its own fence, or its end, ends that.
 - A peer restarted behind the same address is another peer: it has another description and needs another connect().
 - All methods are called from one thread (the transfer endpoint's); a backend may run threads of its own.
 """

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import numpy as np
 
+from common import memfd
 from kvtransfer.backend import Fence, Op, PageIds, PeerId, Region, Ticket, TransferBackend, TransferError
 from kvtransfer.factory import BACKENDS
 from kvtransfer.memory import MemoryBackend, MemoryFabric
@@ -43,12 +44,9 @@ class Node:
     def __init__(self, name: str, backend: TransferBackend, num_pages: int, page_nbytes: int) -> None:
         self.peer, self.pid = PeerId(name), os.getpid()
         self.backend = backend
-        self._shared_fd = os.memfd_create(name, os.MFD_CLOEXEC) if backend.name in SHARED_MEMORY else -1
-        if self._shared_fd >= 0:
-            os.ftruncate(self._shared_fd, num_pages * page_nbytes)
-            memory = mmap.mmap(self._shared_fd, num_pages * page_nbytes)
-        else:
-            memory = mmap.mmap(-1, num_pages * page_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        nbytes = num_pages * page_nbytes
+        self._shared_fd = memfd.create(name, nbytes) if backend.name in SHARED_MEMORY else -1
+        memory = memfd.mapped(self._shared_fd, nbytes) if self._shared_fd >= 0 else mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.pool = np.frombuffer(memory, dtype=np.uint8).reshape(num_pages, page_nbytes)  # it holds `memory`
         self.completed: dict[Ticket, TransferError | None] = {}
         try:
