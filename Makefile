@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PACKAGES := common kvtransfer prefill_node decode_node router
 SOURCES := pdserve.py $(PACKAGES) bench tests
 
-.PHONY: help serve test check lint bench clean
+.PHONY: help serve test check lint model bench clean
 
 help:
 	@sed -n 's/^# \(make [a-z]*:.*\)/\1/p' $(MAKEFILE_LIST)
@@ -28,6 +28,11 @@ lint: $(VENV)/test.stamp
 	@echo "ruff"; $(BIN)/ruff check --quiet $(SOURCES)
 	@echo "mypy"; $(BIN)/mypy --no-error-summary
 	@echo "import-linter"; $(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
+
+# make model: the transfer protocol's model test on EXAMPLES random interleavings; `make test` runs a fixed 2000
+EXAMPLES := 20000
+model: $(VENV)/test.stamp
+	@MODEL_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/kvtransfer/test_model.py $(ARGS)
 
 # make bench: a pair beside one node and the bare linears, attention, transfer; takes minutes and wants an idle machine
 bench: $(VENV)/test.stamp

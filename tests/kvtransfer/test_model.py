@@ -1,29 +1,52 @@
-"""Any interleaving of prefill nodes, decode nodes, a bad network and death: the rules of pages and of ends hold.
+"""Any interleaving of prefill nodes, decode nodes, a bad network, bad backends, stopped processes and death: the rules of pages and
+of ends hold.
 
 Books are kept of every page. A free page holds a mark: a write that lands in it shows at once (R2). A page on P is marked the moment
-P's scheduler gets it back: a write that reads it later delivers the mark and shows at delivery. Every room gets its events in a legal
-order (EventLog) and, in the end, exactly one terminal event in every living process (R3, R5); no table keeps anything.
+P's scheduler gets it back: a write that reads it later delivers the mark and shows at delivery. Free and held pages add up (R1). Every
+room gets its events in a legal order (EventLog), an answer before its deadline while its process runs, and exactly one terminal event
+in every living process (R3, R5); in the end no table keeps anything.
+
+A process may be frozen in the middle of a step and go on later with the time it knew.
+
+The same examples run every time, EXAMPLES of them. `make model EXAMPLES=20000` runs others, at random.
 """
 
+import logging
+import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import pytest
+from faults import Decision, Faults
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from transfer_sim import NUM_PAGES, PAGE_NBYTES, PAGE_SIZE, SimDecode, SimNetwork, SimPrefill, SimProcess, settings
 
 from common.errors import Failure
-from kvtransfer.backend import TransferError
 from kvtransfer.events import Delivered, Event, OfferJoined, PagesReturned, RoomFailed
 from kvtransfer.link import Address
-from kvtransfer.protocol import num_pages_of
+from kvtransfer.protocol import Undecodable, decode_to_decode, decode_to_prefill, num_pages_of
 
+RANDOM_EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "0"))
+EXAMPLES = RANDOM_EXAMPLES or 2000
+STEPS = 40  # of an example, at most
 FREE_ON_D, FREE_ON_P = 0xEE, 0xDD
 GONE = Failure(499, "gone", code="cancelled", stage="test")
 SETTINGS = settings(peer_timeout_s=3.0, offer_timeout_s=20.0, max_rooms=6)
-MAX_STEPS_TO_QUIET = 200
+MAX_STEPS_TO_QUIET = 300
+
+T = TypeVar("T")
+PICK = st.integers(0, 999)  # which of some; one cheap draw, whatever they are
+FRACTION = st.sampled_from([0.0, 0.3, 0.5, 0.99])
+
+
+def pick(some: Sequence[T], number: int) -> T:
+    return some[number % len(some)]
 
 
 @dataclass
@@ -62,10 +85,11 @@ class PageBook:
     def give_back(self, room: int) -> None:
         pages = self.taken.pop(room)
         self.pool[pages] = self.mark
-        self.free += pages
+        self.free = pages + self.free  # used again at once
 
     def check(self) -> None:
         assert (self.pool[self.free] == self.mark).all(), "a write landed in a free page"
+        assert len(self.free) + sum(map(len, self.taken.values())) == NUM_PAGES
 
 
 class Books:
@@ -75,8 +99,22 @@ class Books:
         self.process = process
         self.pages = PageBook(process, FREE_ON_D if isinstance(process, SimDecode) else FREE_ON_P)
         self.requests: dict[int, Request] = {}
+        self.unanswered: dict[int, float] = {}  # room -> deadline
         self.at_work: dict[int, int] = {}  # P: room -> pages handed over; one more: token 1 too
         process.on_event = self.on_event  # type: ignore[method-assign]
+
+    def open(self, request: Request, num_pages: int) -> np.ndarray:
+        """Its pages."""
+        room = request.room
+        self.requests[room] = request
+        self.unanswered[room] = self.process.network.now_s + request.timeout_s
+        self.process.log.open(room)
+        return self.pages.take(room, num_pages)
+
+    def abort(self, room: int) -> None:
+        self.process.log.aborted.add(room)
+        self.at_work.pop(room, None)
+        self.unanswered.pop(room, None)
 
     def on_event(self, event: Event) -> None:
         room = event.room
@@ -84,25 +122,30 @@ class Books:
             self.at_work[room] = 0
         elif isinstance(event, RoomFailed):
             self.at_work.pop(room, None)
+            self.unanswered.pop(room, None)
         elif isinstance(event, Delivered | PagesReturned):
             self.at_work.pop(room, None)
+            self.unanswered.pop(room, None)
             if isinstance(event, Delivered) and isinstance(self.process, SimDecode):
                 request, pages = self.requests[room], self.pages.taken[room]
                 assert (self.process.pool[pages] == content(room, request.decode_prefix_pages, request.num_pages)).all()
-            if room in self.pages.taken:
-                self.pages.give_back(room)
+            self.pages.give_back(room)
 
 
 class Transfers(RuleBasedStateMachine):
-    @initialize(fence_delay_s=st.sampled_from([0.0, 1.5]), num_prefill=st.integers(1, 2), num_decode=st.integers(1, 2))
-    def start(self, fence_delay_s: float, num_prefill: int, num_decode: int) -> None:
-        self.network = SimNetwork(fence_delay_s)
-        self.network.fabric.hold()
+    num_examples = 0
+    num_delivered = 0
+
+    @initialize(one_sided=st.just(False), fence_delay_s=st.sampled_from([0.0, 1.5]), num_prefill=st.integers(1, 2), num_decode=st.integers(1, 2))
+    def start(self, one_sided: bool, fence_delay_s: float, num_prefill: int, num_decode: int) -> None:
+        type(self).num_examples += 1
+        self.faults = EveryWriteWaits(one_sided=one_sided, fence_delay_s=fence_delay_s, now=lambda: self.network.now_s)
+        self.network = SimNetwork(faults=self.faults)
         self.prefills: list[tuple[SimPrefill, Books]] = [self.new_prefill(port) for port in range(num_prefill)]
         self.decodes: list[tuple[SimDecode, Books]] = [self.new_decode() for _ in range(num_decode)]
         self.killed: set[Address] = set()
         self.next_room = 1
-        self.requests: list[tuple[Request, int, int]] = []  # with the port and the decode node
+        self.requests: list[tuple[Request, int]] = []  # with the port
 
     def new_prefill(self, port: int) -> tuple[SimPrefill, Books]:
         process = self.network.prefill(port, SETTINGS)
@@ -112,50 +155,50 @@ class Transfers(RuleBasedStateMachine):
         process = self.network.decode(SETTINGS)
         return process, Books(process)
 
+    def nodes(self) -> list[tuple[SimPrefill | SimDecode, Books]]:
+        return [*self.prefills, *self.decodes]
+
     # ---- requests ------------------------------------------------------------------------------------------------------------
 
     @rule(
-        data=st.data(),
+        port=PICK,
+        decode=PICK,
+        prefix=PICK,
         num_tokens=st.integers(1, 12),
         digest_on_d=st.sampled_from([b"same"] * 15 + [b"other"]),
         timeout_s=st.sampled_from([2.0, 60.0, 60.0]),
         sides=st.sampled_from(["expect offer"] * 4 + ["offer expect"] * 4 + ["expect", "offer"]),
+        pump=st.booleans(),
     )
-    def submit(self, data: st.DataObject, num_tokens: int, digest_on_d: bytes, timeout_s: float, sides: str) -> None:
+    def submit(self, port: int, decode: int, prefix: int, num_tokens: int, digest_on_d: bytes, timeout_s: float, sides: str, pump: bool) -> None:
         """A request; a side that does not get it now may get it later, or never."""
-        port, decode = data.draw(st.integers(0, len(self.prefills) - 1)), data.draw(st.integers(0, len(self.decodes) - 1))
-        prefix = data.draw(st.integers(0, num_pages_of(num_tokens, PAGE_SIZE)))
+        prefix %= num_pages_of(num_tokens, PAGE_SIZE) + 1
         request = Request(self.next_room, num_tokens, prefix, digest_on_d, timeout_s)
         self.next_room += 1
-        self.requests.append((request, port, decode))
+        self.requests.append((request, port % len(self.prefills)))
         for side in sides.split():
-            getattr(self, side)(request, port, decode)
-            if data.draw(st.booleans()):
+            getattr(self, side)(request, port % len(self.prefills), decode % len(self.decodes))
+            if pump:
                 self.network.pump()
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), side=st.sampled_from(["expect", "offer"]))
-    def submit_again(self, data: st.DataObject, side: str) -> None:
+    @rule(which=PICK, decode=PICK, side=st.sampled_from(["expect", "offer"]))
+    def submit_again(self, which: int, decode: int, side: str) -> None:
         """A side gets a request late, or a second time, or another decode node gets it."""
-        request, port, _ = data.draw(st.sampled_from(self.requests))
-        getattr(self, side)(request, port, data.draw(st.integers(0, len(self.decodes) - 1)))
+        request, port = pick(self.requests, which)
+        getattr(self, side)(request, port, decode % len(self.decodes))
 
     def expect(self, request: Request, port: int, decode: int) -> None:
         process, books = self.prefills[port]
-        if process.alive and request.room not in process.log.by_room and len(books.pages.taken) < SETTINGS.max_rooms:
-            pages = books.pages.take(request.room, request.num_pages)
-            process.pool[pages] = content(request.room, 0, request.num_pages)
-            books.requests[request.room] = request
-            process.log.open(request.room)
+        if self.takes(process, books, request.room):
+            process.pool[books.open(request, request.num_pages)] = content(request.room, 0, request.num_pages)
             process.session.expect(request.room, request.num_tokens, b"same", self.network.now_s + request.timeout_s, self.network.now_s)
             process.step()
 
     def offer(self, request: Request, port: int, decode: int) -> None:
         process, books = self.decodes[decode]
-        if process.alive and request.room not in process.log.by_room and len(books.pages.taken) < SETTINGS.max_rooms:
-            pages = books.pages.take(request.room, request.num_pages - request.decode_prefix_pages)
-            books.requests[request.room] = request
-            process.log.open(request.room)
+        if self.takes(process, books, request.room):
+            pages = books.open(request, request.num_pages - request.decode_prefix_pages)
             now_s, unix_s = self.network.now_s + request.timeout_s, self.network.unix_s + request.timeout_s
             process.session.offer(
                 request.room, self.prefills[port][0].address, request.num_tokens, request.digest_on_d, request.decode_prefix_pages, pages,
@@ -163,13 +206,19 @@ class Transfers(RuleBasedStateMachine):
             )  # fmt: skip
             process.step()
 
+    @staticmethod
+    def takes(process: SimProcess, books: Books, room: int) -> bool:
+        running = process.alive and process.frozen_at_s is None
+        return running and room not in process.log.by_room and len(books.pages.taken) < SETTINGS.max_rooms
+
     def at_work(self) -> list[tuple[SimPrefill, Books, int]]:
-        return [(process, books, room) for process, books in self.prefills if process.alive for room in books.at_work]
+        running = [(process, books) for process, books in self.prefills if process.alive and process.frozen_at_s is None]
+        return [(process, books, room) for process, books in running for room in books.at_work]
 
     @precondition(lambda self: self.at_work())
-    @rule(data=st.data(), chunks=st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    def work(self, data: st.DataObject, chunks: list[int]) -> None:
-        process, books, room = data.draw(st.sampled_from(self.at_work()))
+    @rule(which=PICK, chunks=st.lists(st.integers(1, 3), min_size=1, max_size=5))
+    def work(self, which: int, chunks: list[int]) -> None:
+        process, books, room = pick(self.at_work(), which)
         for num_pages in chunks:
             self.work_on(process, books, room, num_pages)
 
@@ -180,51 +229,64 @@ class Transfers(RuleBasedStateMachine):
         done, request, pages = books.at_work[room], books.requests[room], books.pages.taken[room]
         if done < request.num_pages:
             books.at_work[room] = min(done + num_pages, request.num_pages)
-            process.session.send_pages(room, done, np.array(pages[done : done + num_pages], np.int32), self.network.now_s)
+            process.session.send_pages(room, done, np.array(pages[done : done + num_pages], np.int32), process.now_s)
         elif done == request.num_pages:
             books.at_work[room] += 1
-            process.session.send_first_token(room, 7, 0, self.network.now_s)
+            process.session.send_first_token(room, 7, 0, process.now_s)
         else:
             del books.at_work[room]
-            process.session.finish(room, self.network.now_s)
+            process.session.finish(room, process.now_s)
         process.step()
 
-    def open_rooms(self) -> list[tuple[SimPrefill | SimDecode, int]]:
-        return [(process, room) for process in self.network.processes() for room in process.log.open_rooms()]
+    def open_rooms(self) -> list[tuple[SimPrefill | SimDecode, Books, int]]:
+        nodes = [(process, books) for process, books in self.nodes() if process.alive and process.frozen_at_s is None]
+        return [(process, books, room) for process, books in nodes for room in process.log.open_rooms()]
 
     @precondition(lambda self: self.open_rooms())
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        process, room = data.draw(st.sampled_from(self.open_rooms()))
-        process.log.aborted.add(room)
-        for node, books in (*self.prefills, *self.decodes):
-            if node is process:
-                books.at_work.pop(room, None)
+    @rule(which=PICK)
+    def abort(self, which: int) -> None:
+        process, books, room = pick(self.open_rooms(), which)
+        books.abort(room)
         process.session.abort(room, GONE, self.network.now_s)
         process.step()
 
     # ---- the network and the backend --------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.network.queues())
-    @rule(data=st.data(), what=st.sampled_from(["deliver"] * 6 + ["drop", "repeat"]))
-    def frame(self, data: st.DataObject, what: str) -> None:
-        getattr(self.network, what)(*data.draw(st.sampled_from(self.network.queues())))
+    @rule(which=PICK, what=st.sampled_from(["deliver"] * 6 + ["drop", "repeat", "swap", "corrupt"]), fraction=FRACTION)
+    def frame(self, which: int, what: str, fraction: float) -> None:
+        number, towards_prefill = pick(self.network.queues(), which)
+        if what == "corrupt":
+            self.corrupt_frame(number, towards_prefill, fraction)
+        else:
+            getattr(self.network, what)(number, towards_prefill)
+
+    def corrupt_frame(self, number: int, towards_prefill: bool, fraction: float) -> None:
+        """Into something that is no message: frames carry no checksum."""
+        self.network.corrupt(number, towards_prefill, fraction)
+        queue = self.network.queue(number, towards_prefill)
+        try:
+            (decode_to_prefill if towards_prefill else decode_to_decode)(queue[0])
+        except Undecodable:
+            return
+        except IndexError:
+            return
+        queue[0] = queue[0][:-1]
 
     @rule()
     def pump(self) -> None:
         self.network.pump()
 
-    @precondition(lambda self: self.network.fabric.in_flight)
-    @rule(data=st.data(), works=st.sampled_from([True] * 5 + [False]))
-    def end_write(self, data: st.DataObject, works: bool) -> None:
-        transfer = data.draw(st.sampled_from(self.network.fabric.in_flight))
-        self.network.fabric.finish(transfer, None if works else TransferError("injected"))
+    @precondition(lambda self: self.faults.in_flight)
+    @rule(which=PICK, how=st.sampled_from([""] * 5 + ["partial", "error", "cut"]), fraction=FRACTION)
+    def end_write(self, which: int, how: str, fraction: float) -> None:
+        self.faults.finish(pick(self.faults.in_flight, which), Decision(how, fraction))
         self.step_all()
 
-    @precondition(lambda self: self.network.fabric.in_flight)
+    @precondition(lambda self: self.faults.in_flight)
     @rule()
     def end_writes(self) -> None:
-        self.network.fabric.release(100)
+        self.faults.finish_all()
         self.step_all()
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 0.5, 1.0, 2.0, 35.0]), pump=st.sampled_from([True, True, False]))
@@ -233,24 +295,39 @@ class Transfers(RuleBasedStateMachine):
         if pump:
             self.network.pump()
 
-    # ---- breaks and death -----------------------------------------------------------------------------------------------------
+    # ---- breaks, stops and death -------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.network.open_connections())
-    @rule(data=st.data(), pump=st.booleans())
-    def cut(self, data: st.DataObject, pump: bool) -> None:
-        self.network.cut(data.draw(st.sampled_from(self.network.open_connections())))
+    @rule(which=PICK, pump=st.booleans())
+    def cut(self, which: int, pump: bool) -> None:
+        self.network.cut(pick(self.network.open_connections(), which))
         if pump:
             self.network.pump()
 
-    @rule(data=st.data(), how=st.sampled_from(["prefill", "prefill", "prefill for a while", "decode"]))
     @precondition(lambda self: self.next_room > 2)
-    def kill(self, data: st.DataObject, how: str) -> None:
+    @rule(which=PICK)
+    def freeze(self, which: int) -> None:
+        process, _ = pick(self.nodes(), which)
+        if process.alive and process.frozen_at_s is None:
+            self.network.freeze(process)
+
+    def frozen(self) -> list[SimPrefill | SimDecode]:
+        return [process for process, _ in self.nodes() if process.alive and process.frozen_at_s is not None]
+
+    @precondition(lambda self: self.frozen())
+    @rule(which=PICK, num_frames=st.integers(0, 4))
+    def thaw(self, which: int, num_frames: int) -> None:
+        self.network.thaw(pick(self.frozen(), which), num_frames)
+
+    @precondition(lambda self: self.next_room > 2)
+    @rule(which=PICK, how=st.sampled_from(["prefill", "prefill", "prefill for a while", "decode"]))
+    def kill(self, which: int, how: str) -> None:
         if how == "decode":
-            decode = data.draw(st.integers(0, len(self.decodes) - 1))
+            decode = which % len(self.decodes)
             self.network.kill(self.decodes[decode][0])
             self.decodes[decode] = self.new_decode()
             return
-        port = data.draw(st.integers(0, len(self.prefills) - 1))
+        port = which % len(self.prefills)
         self.killed.add(self.prefills[port][0].address)
         was_alive = self.prefills[port][0].alive
         self.network.kill(self.prefills[port][0])
@@ -260,20 +337,25 @@ class Transfers(RuleBasedStateMachine):
     # ---- what must hold ----------------------------------------------------------------------------------------------------
 
     @invariant()
-    def free_pages_are_untouched(self) -> None:
-        for process, books in (*getattr(self, "prefills", []), *getattr(self, "decodes", [])):
+    def rules_hold(self) -> None:
+        for process, books in self.nodes() if hasattr(self, "network") else []:
             if process.alive:
                 books.pages.check()
+                if process.frozen_at_s is None:
+                    late = [room for room, deadline_s in books.unanswered.items() if deadline_s <= self.network.now_s]
+                    assert not late, f"rooms {late} of {process.incarnation} were not answered by their deadline"
 
     def step_all(self) -> None:
-        for process in self.network.processes():
+        for process in self.network.running():
             process.step()
 
     def teardown(self) -> None:
-        if not hasattr(self, "network"):
+        if not hasattr(self, "network") or sys.exc_info()[0] is not None:  # what went wrong is known already
             return
+        for process in self.frozen():
+            self.network.thaw(process, 100)
         for _ in range(MAX_STEPS_TO_QUIET):
-            self.network.fabric.release(100)
+            self.faults.finish_all()
             self.step_all()
             self.network.pump()
             for process, books, room in self.at_work():
@@ -281,14 +363,15 @@ class Transfers(RuleBasedStateMachine):
             if not self.open_rooms() and not self.held():
                 break
             self.network.advance(0.5)
-            self.free_pages_are_untouched()
-        assert not self.open_rooms(), [(process.incarnation, room, process.log.by_room[room]) for process, room in self.open_rooms()]
+            self.rules_hold()
+        assert not self.open_rooms(), [(process.incarnation, room, process.log.by_room[room]) for process, _, room in self.open_rooms()]
         assert self.held() == {}
-        for process, books in (*self.prefills, *self.decodes):
+        for process, books in self.nodes():
             if process.alive:
                 books.pages.check()
                 assert sorted(books.pages.free) == list(range(NUM_PAGES))
-                assert process.backend.tickets.num_open == 0
+                assert process.backend.tickets.num_open == process.memory.tickets.num_open == 0
+                type(self).num_delivered += sum(isinstance(events[-1], Delivered) for events in process.log.by_room.values())
         self.both_sides_agree()
 
     def held(self) -> dict[str, float]:
@@ -310,20 +393,38 @@ class Transfers(RuleBasedStateMachine):
                     assert ends[room] == Delivered(room)
 
 
-TestTransfers = Transfers.TestCase
-TestTransfers.settings = hypothesis_settings(
-    max_examples=150,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+class EveryWriteWaits(Faults):
+    """Nothing is drawn: a write is stuck until a rule ends it."""
+
+    def _draw(self, site: str) -> Decision:
+        return Decision("stuck")
+
+
+@pytest.mark.timeout(0 if RANDOM_EXAMPLES else 300)
+def test_the_rules_hold_under_every_interleaving(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="kvtransfer")  # losses by the thousand
+    Transfers.num_examples = Transfers.num_delivered = 0
+    run_state_machine_as_test(
+        Transfers,
+        settings=hypothesis_settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            derandomize=not RANDOM_EXAMPLES,
+            print_blob=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )
+    print(f"{Transfers.num_examples} examples, {Transfers.num_delivered} deliveries in them")
+    assert Transfers.num_examples >= EXAMPLES
+    assert Transfers.num_delivered > EXAMPLES / 10  # the model does transfer
 
 
 def test_the_model_delivers_when_nothing_goes_wrong() -> None:
     """The model itself: without mishap every room is delivered."""
     model = Transfers()
-    model.start(0.0, 2, 2)
-    model.network.fabric.resume()
+    model.start(False, 0.0, 2, 2)
     for room in range(1, 9):
         request = Request(room, 1 + room, room % 2, b"same", 60.0)
         model.expect(request, room % 2, room // 2 % 2)

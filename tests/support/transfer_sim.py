@@ -1,7 +1,8 @@
 """Prefill and decode nodes without sockets, threads or time: the sans-IO sessions over the memory backend and a simulated network.
 
-SimNetwork keeps frames of each connection in order, and lets a test deliver, drop or repeat them one by one, end processes, and move
-the clock. What sessions tell their schedulers is kept per process and checked against the contract of events as it comes.
+SimNetwork keeps the frames of each connection, and lets a test deliver, drop, repeat, swap or corrupt them one by one, end or freeze
+processes, and move the clock. What sessions tell their schedulers is kept per process and checked against the contract of events as
+it comes. With `faults` every process has a FaultyBackend over its memory backend.
 Recording wires are for tests of one side alone: the test plays the peer.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from faults import Faults, FaultyBackend, flipped
 
 from kvtransfer.backend import PageIds, PeerId, Region
 from kvtransfer.events import Delivered, Event, FirstToken, OfferJoined, PagesReturned, RoomFailed
@@ -48,6 +50,14 @@ def registered_backend(fabric: MemoryFabric, page_nbytes: int = PAGE_NBYTES) -> 
     weakref.finalize(backend, backend.tickets.close)  # its eventfd: tests make thousands and close few
     backend.register(Region(pool.ctypes.data, NUM_PAGES, page_nbytes, "cpu", pool))
     return backend, pool
+
+
+def faulty(inner: MemoryBackend, pool: np.ndarray, faults: Faults, site: str) -> FaultyBackend:
+    """Around a backend that has its region."""
+    backend = FaultyBackend(inner, faults, site)
+    weakref.finalize(backend, backend.tickets.close)
+    backend.memory = inner.memory
+    return backend
 
 
 # ---- one side alone ----------------------------------------------------------------------------------------------------------
@@ -138,13 +148,20 @@ class SimProcess:
     def __init__(self, network: "SimNetwork", name: str) -> None:
         self.network = network
         self.incarnation = PeerId(f"{name}-{next(_incarnations)}")
-        self.backend, self.pool = registered_backend(network.fabric)
+        self.memory, self.pool = registered_backend(network.fabric)
+        self.backend = self.memory if network.faults is None else faulty(self.memory, self.pool, network.faults, self.incarnation)
         self.log = EventLog()
         self.alive = True
+        self.frozen_at_s: float | None = None
+
+    @property
+    def now_s(self) -> float:
+        """The time that this process knows: a frozen one last looked when it was frozen."""
+        return self.network.now_s if self.frozen_at_s is None else self.frozen_at_s
 
     def settle(self, session: Sender | Receiver) -> None:
-        session.poll_backend(self.network.now_s)
-        session.tick(self.network.now_s)
+        session.poll_backend(self.now_s)
+        session.tick(self.now_s)
         for event in session.events:
             self.log.add(event)
             self.on_event(event)
@@ -218,8 +235,9 @@ class Connection:
 
 
 class SimNetwork:
-    def __init__(self, fence_delay_s: float = 0.0) -> None:
+    def __init__(self, fence_delay_s: float = 0.0, faults: Faults | None = None) -> None:
         self.now_s = 1000.0
+        self.faults = faults
         self.fabric = MemoryFabric(fence_delay_s=fence_delay_s)
         self.listening: dict[Address, SimPrefill] = {}
         self.decodes: list[SimDecode] = []
@@ -231,7 +249,12 @@ class SimNetwork:
         return self.now_s + UNIX_OFFSET_S
 
     def processes(self) -> list[SimPrefill | SimDecode]:
+        """The living ones."""
         return [process for process in (*self.listening.values(), *self.decodes) if process.alive]
+
+    def running(self) -> list[SimPrefill | SimDecode]:
+        """Those that take steps."""
+        return [process for process in self.processes() if process.frozen_at_s is None]
 
     def prefill(self, port: int, fixed: TransferSettings = SETTINGS) -> SimPrefill:
         """A new process behind the port, whoever was there before."""
@@ -252,10 +275,27 @@ class SimNetwork:
 
     def kill(self, process: SimPrefill | SimDecode) -> None:
         process.alive = False
-        self.fabric.kill(process.backend)
+        self.fabric.kill(process.memory)
+        if self.faults is not None:
+            self.faults.kill(process.backend)
         for connection in self.connections.values():
             if process is connection.decode:
                 connection.decode_open = False
+
+    def freeze(self, process: SimPrefill | SimDecode) -> None:
+        """As SIGSTOP: it takes no step, its frames wait, what its backend writes by itself goes on."""
+        process.frozen_at_s = self.now_s
+
+    def thaw(self, process: SimPrefill | SimDecode, num_frames: int) -> None:
+        """It goes on in the middle of a step: with the time it knew, `num_frames` of the frames that wait, and its timers. Then
+        comes a step that looks at the clock."""
+        for number, towards_prefill in [queue for queue in self.queues(thawing=process) if self._receiver(*queue) is process]:
+            for _ in range(num_frames):
+                if (number, towards_prefill) in self.queues(thawing=process):
+                    self.deliver(number, towards_prefill)
+        process.step()
+        process.frozen_at_s = None
+        process.step()
 
     def open_connections(self) -> list[int]:
         return [number for number, connection in self.connections.items() if connection.decode_open and not connection.cut]
@@ -267,13 +307,14 @@ class SimNetwork:
 
     # ---- frames, one at a time -------------------------------------------------------------------------------------------
 
-    def queues(self) -> list[tuple[int, bool]]:
-        """(connection, towards P?) wherever a frame waits or an end is to be noticed."""
+    def queues(self, thawing: "SimPrefill | SimDecode | None" = None) -> list[tuple[int, bool]]:
+        """(connection, towards P?) wherever a frame waits or an end is to be noticed by a process that runs."""
         waiting = []
         for number, connection in self.connections.items():
-            if connection.to_prefill:
+            if connection.to_prefill and (connection.prefill is None or connection.prefill.frozen_at_s is None or connection.prefill is thawing):
                 waiting.append((number, True))
-            if connection.decode_open and (connection.to_decode or (connection.over_for_decode and not connection.told_decode)):
+            noticed = connection.to_decode or (connection.over_for_decode and not connection.told_decode)
+            if connection.decode_open and noticed and (connection.decode.frozen_at_s is None or connection.decode is thawing):
                 waiting.append((number, False))
         return waiting
 
@@ -282,26 +323,38 @@ class SimNetwork:
         if towards_prefill:
             frame = connection.to_prefill.popleft()
             if connection.prefill is not None and connection.prefill.alive:
-                connection.prefill.session.on_frame(b"%d" % number, frame, "127.0.0.1", self.now_s)
+                connection.prefill.session.on_frame(b"%d" % number, frame, "127.0.0.1", connection.prefill.now_s)
                 connection.prefill.step()
         elif connection.to_decode:
-            connection.decode.session.on_frame(number, connection.to_decode.popleft(), self.now_s)
+            connection.decode.session.on_frame(number, connection.to_decode.popleft(), connection.decode.now_s)
             connection.decode.step()
         else:
             connection.told_decode = True
-            connection.decode.session.on_disconnected(number, "its connection ended", self.now_s)
+            connection.decode.session.on_disconnected(number, "its connection ended", connection.decode.now_s)
             connection.decode.step()
 
     def drop(self, number: int, towards_prefill: bool) -> None:
-        queue = self._queue(number, towards_prefill)
+        queue = self.queue(number, towards_prefill)
         if queue:
             queue.popleft()
 
     def repeat(self, number: int, towards_prefill: bool) -> None:
         """The frame at the head comes once more, behind those that wait."""
-        queue = self._queue(number, towards_prefill)
+        queue = self.queue(number, towards_prefill)
         if queue:
             queue.append(queue[0])
+
+    def swap(self, number: int, towards_prefill: bool) -> None:
+        """The frame at the head comes after the one behind it."""
+        queue = self.queue(number, towards_prefill)
+        if len(queue) > 1:
+            queue[0], queue[1] = queue[1], queue[0]
+
+    def corrupt(self, number: int, towards_prefill: bool, fraction: float = 0.5) -> None:
+        """A bit of the frame at the head is flipped."""
+        queue = self.queue(number, towards_prefill)
+        if queue:
+            queue[0] = flipped(queue[0], fraction)
 
     def pump(self) -> None:
         """Deliver until nothing waits."""
@@ -314,10 +367,14 @@ class SimNetwork:
         """Writes cut off by a disconnect land now: the fence has not passed yet. Then time moves."""
         self.fabric.land_late()
         self.now_s += seconds
-        for process in self.processes():
+        for process in self.running():
             process.step()
 
-    def _queue(self, number: int, towards_prefill: bool) -> deque[bytes]:
+    def _receiver(self, number: int, towards_prefill: bool) -> SimPrefill | SimDecode | None:
+        connection = self.connections[number]
+        return connection.prefill if towards_prefill else connection.decode
+
+    def queue(self, number: int, towards_prefill: bool) -> deque[bytes]:
         connection = self.connections[number]
         return connection.to_prefill if towards_prefill else connection.to_decode
 
