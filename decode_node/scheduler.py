@@ -8,7 +8,6 @@ write them (R2). A request without a room is served here from prompt to end: a d
 """
 
 import logging
-from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +38,6 @@ class DecodeScheduler:
         self._endpoint = endpoint
         self._limits = limits
         self._table = RequestTable()
-        self._arriving: deque[Request] = deque()  # roomed requests without pages yet; producer: _open, consumer: _offer_admitted
         self._rooms: dict[int, Request] = {}  # offered, not delivered
         self._quarantine: dict[int, NDArray[np.int32]] = {}  # room -> pages its writer may still write
         self._num_recomputed = 0
@@ -87,18 +85,15 @@ class DecodeScheduler:
         elif request.bootstrap is None:
             self._work.extending.add(request)
         else:
-            self._arriving.append(request)
+            self._work.line.add(request, Place.ARRIVING)
 
     def _offer_admitted(self) -> None:
-        """Reserve pages for arriving requests, first come first served, and offer them to their prefill nodes. No pages: they
-        wait. That is the back-pressure. Requests that ran before and lost their pages go first."""
-        while self._arriving and not self._work.was_running_waits:
-            free_rows, reserve = self._work.headroom(self._rooms.values())
-            request = self._arriving[0]
-            if free_rows <= 0 or not self._pages.admit(request, len(request.prompt_ids), reserve):
+        """Reserve pages for arriving requests at the head of the line and offer them to their prefill nodes. No pages: they wait.
+        That is the back-pressure."""
+        while (head := self._work.line.head) and head.place is Place.ARRIVING:
+            if not self._work.admit_head(len(head.prompt_ids), self._rooms.values()):
                 return
-            self._arriving.popleft()
-            self._offer(request)
+            self._offer(head)
 
     def _offer(self, request: Request) -> None:
         assert request.bootstrap is not None
@@ -161,7 +156,7 @@ class DecodeScheduler:
             logger.warning("request %s: %s; its prompt is computed here", request.rid, failure.message)
             self._num_recomputed += 1
             request.prefill_site = "local"
-            self._work.extending.add_first(request)
+            self._work.line.add_again(request)
         else:
             self._outbox.failure(request, failure)
 
@@ -181,8 +176,8 @@ class DecodeScheduler:
 
     def _leave(self, request: Request, failure: Failure) -> bool:
         """End a request that is arriving or in its room. False: it is in neither."""
-        if request.place is Place.NEW:
-            self._arriving.remove(request)
+        if request.place is Place.ARRIVING:
+            self._work.line.remove(request)
             return True
         if request.bootstrap is not None and self._rooms.get(request.bootstrap.room) is request:
             self._endpoint.abort(request.bootstrap.room, failure)
@@ -207,7 +202,6 @@ class DecodeScheduler:
         return {
             **self._work.stats(),
             "open_requests": len(self._table),
-            "arriving_requests": len(self._arriving),
             "rooms": len(self._rooms),
             "rooms_quarantined": len(self._quarantine),
             "recomputed_requests_total": self._num_recomputed,

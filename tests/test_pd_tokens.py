@@ -99,7 +99,7 @@ def test_right_after_retraction(monkeypatch: pytest.MonkeyPatch) -> None:
         nodes.run_until_answered(*rids)
         for rid, request in zip(rids, requests, strict=True):
             assert nodes.decodes[0].answers[rid].token_ids == greedy_oracle(cached_checkpoint("llama"), *request)
-        assert nodes.decodes[0].scheduler.stats()["retracted_requests_total"] > 0
+        assert nodes.decodes[0].num_retracted() > 0
         nodes.run_until_idle()
 
 

@@ -2,7 +2,7 @@
 
 A page is free iff nobody holds it (R1). Three kinds of holder, counted apart because they end differently:
 
-    hold        a request, a transfer or a host copy; any number a page; ends with release()
+    hold        a request or a transfer; any number a page; ends with release()
     tree        the radix tree, at most once a page; ends with uncache() (eviction)
     quarantine  a peer that may still write the page (R2); a hold is turned into it, and only end_quarantine() ends it
 
@@ -74,6 +74,15 @@ class PageAllocator:
                 else:
                     free.append(page)
         return unpinned
+
+    def num_shared(self, pages: Iterable[int]) -> int:
+        """How many of the first of these held pages somebody else holds too, and the tree has."""
+        num = 0
+        for page in pages:
+            if self._holds[page] < 2 or not self._in_tree[page]:
+                break
+            num += 1
+        return num
 
     def quarantine(self, pages: list[int]) -> None:
         """Turn one hold of each page into one quarantine. The page stays pinned."""

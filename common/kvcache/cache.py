@@ -80,6 +80,10 @@ class KVCache:
         """One more hold of pages that somebody holds already: a forked row, a transfer."""
         self._tree.pin(self._allocator.hold(pages.tolist()))
 
+    def num_shared(self, row: PageIds) -> int:
+        """Length of the row's beginning that stays in the tree, for match() to find, when its holder lets go: others hold it too."""
+        return self._allocator.num_shared(row.tolist())
+
     def release(self, pages: PageIds) -> None:
         """Give up one hold of each page."""
         self._tree.unpin(self._allocator.release(pages.tolist()))

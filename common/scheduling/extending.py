@@ -1,16 +1,16 @@
 """Which prompt tokens are computed next? First come, first served, packed to a token budget.
 
-waiting   producer: the role's scheduler, and retraction (at the front); consumer: plan(), which admits by pages and rows.
-extending requests that hold pages and have tokens left to compute; they go on before anybody is admitted.
+extending  requests that hold pages and have tokens left to compute; they go on before anybody is admitted. Producers: plan(), which
+           admits the head of the line by pages and rows, and go_on(); consumer: computed().
 A prompt longer than the budget is computed in chunks over several batches (Sarathi: Agrawal et al., OSDI'24).
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from common.engine.batch import ExtendBatch
+from common.scheduling.line import Line
 from common.scheduling.pages import RequestPages
 from common.scheduling.request import Place, Request
 from common.scheduling.sampling_rows import sampling_batch
@@ -34,29 +34,26 @@ class ExtendPlan:
 
 
 class Extending:
-    def __init__(self, pages: RequestPages, chunked_prefill_size: int) -> None:
+    def __init__(self, pages: RequestPages, line: Line, chunked_prefill_size: int) -> None:
         self._pages = pages
+        self._line = line
         self._budget_tokens = chunked_prefill_size
-        self.waiting: deque[Request] = deque()
-        self.extending: list[Request] = []
+        self.requests: list[Request] = []
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.extending)
+        return len(self.requests)
 
     def add(self, request: Request) -> None:
-        request.place = Place.WAITING
-        self.waiting.append(request)
+        """A new request to compute here; it stands in the line until it has pages."""
+        self._line.add(request)
 
-    def add_first(self, request: Request) -> None:
-        """For requests that were running before: they go before new ones, so that none starves."""
-        request.place = Place.WAITING
-        self.waiting.appendleft(request)
+    def go_on(self, request: Request) -> None:
+        """The request has its pages, and tokens left to compute."""
+        request.place = Place.EXTENDING
+        self.requests.append(request)
 
     def remove(self, request: Request) -> None:
-        if request.place is Place.WAITING:
-            self.waiting.remove(request)
-        elif request.place is Place.EXTENDING:
-            self.extending.remove(request)
+        self.requests.remove(request)
 
     def plan(self, num_free_rows: int, reserve_pages: int) -> ExtendPlan | None:
         """The next extend batch, or None when nothing can be computed now.
@@ -65,32 +62,35 @@ class Extending:
         chunks: list[Chunk] = []
         admitted: list[Request] = []
         budget = self._budget_tokens
-        for request in self.extending:
+        for request in self.requests:
             if budget == 0:
                 break
             budget -= self._take(request, budget, chunks)
-        while budget > 0 and self.waiting and num_free_rows > 0:
-            request = self.waiting[0]
+        while budget > 0 and num_free_rows > 0 and (head := self._next()):
             # one token at least must be computed: its logits give the next token
-            if not self._pages.admit(request, request.num_tokens - 1, reserve_pages):
+            if not self._pages.admit(head, head.num_tokens - 1, reserve_pages):
                 break
-            self.waiting.popleft()
-            request.place = Place.EXTENDING
-            self.extending.append(request)
-            admitted.append(request)
+            self._line.pop()
+            self.go_on(head)
+            admitted.append(head)
             num_free_rows -= 1
-            reserve_pages += self._pages.growth_pages(request)
-            budget -= self._take(request, budget, chunks)
+            reserve_pages += self._pages.growth_pages(head)
+            budget -= self._take(head, budget, chunks)
         return ExtendPlan(chunks, admitted, self._batch(chunks)) if chunks else None
 
     def computed(self, plan: ExtendPlan) -> None:
-        """The plan's forward is done: its tokens' KV is in the pages. Finished prompts leave this queue (place ROOM until the
+        """The plan's forward is done: its tokens' KV is in the pages. Finished prompts leave (place ROOM until the
         caller puts them elsewhere)."""
         for chunk in plan.chunks:
             chunk.request.num_computed_tokens = chunk.stop
             if chunk.last:
-                self.extending.remove(chunk.request)
+                self.requests.remove(chunk.request)
                 chunk.request.place = Place.ROOM
+
+    def _next(self) -> Request | None:
+        """The head of the line if it is for here: not one that is to be offered, nor one whose KV is in host memory."""
+        head = self._line.head
+        return head if head and head.place is Place.WAITING and head.host_copy is None else None
 
     def _take(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         start = request.num_computed_tokens

@@ -1,6 +1,10 @@
 """How requests hold pages: the only callers of the KV cache on the scheduler's side.
 
 `Request.pages` holds one hold of each page listed. Nothing else in scheduling knows about matching, growing or inserting.
+
+Admission looks ahead: whoever gets pages leaves enough for all that hold some, itself included, to take their next
+GROWTH_HORIZON_TOKENS tokens, or as many as may still come if that is fewer. So no admission makes a retraction necessary at once,
+and a request that was retracted advances before the next retraction. More than the horizon is not reserved: answers end early.
 """
 
 from collections.abc import Sequence
@@ -10,9 +14,10 @@ from numpy.typing import NDArray
 
 from common.errors import Failure
 from common.kvcache.cache import KVCache, OutOfPages
+from common.scheduling.host_backup import HostBackup
 from common.scheduling.request import Request
 
-GROWTH_HORIZON_TOKENS = 128  # admission leaves room for every request that holds pages to grow by this many tokens
+GROWTH_HORIZON_TOKENS = 128  # as many decode steps without a retraction after each admission
 
 
 def page_array(pages: Sequence[int]) -> NDArray[np.int32]:
@@ -20,8 +25,9 @@ def page_array(pages: Sequence[int]) -> NDArray[np.int32]:
 
 
 class RequestPages:
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, backup: HostBackup) -> None:
         self.cache = cache
+        self.backup = backup
         self.page_size = cache.page_size
 
     def num_pages_for(self, num_tokens: int) -> int:
@@ -40,10 +46,10 @@ class RequestPages:
         changed, unless that leaves `reserve_pages` and its own room to grow available."""
         assert not request.pages, f"{request.rid} holds pages already"
         matched = self.cache.match(request.tokens_between(0, max_matched_tokens))
-        num_new = self.num_pages_for(request.num_tokens) - len(matched)
-        if num_new + self.growth_pages(request) + reserve_pages > self.cache.available():
+        if self._pages_soon(request) - len(matched) + reserve_pages > self.cache.available():
             self.cache.release(matched)
             return False
+        num_new = self.num_pages_for(request.num_tokens) - len(matched)
         request.pages = [*matched.tolist(), *self.cache.alloc(num_new).tolist()]
         request.num_computed_tokens = len(matched) * self.page_size
         if request.num_cached_tokens is None:
@@ -51,9 +57,13 @@ class RequestPages:
         return True
 
     def growth_pages(self, request: Request) -> int:
-        """Pages the request may soon need beyond those for its tokens now. The last token drawn is never written."""
+        """Pages that a request which holds some may soon need beside them."""
+        return 0 if request.over else max(0, self._pages_soon(request) - len(request.pages))
+
+    def _pages_soon(self, request: Request) -> int:
+        """All pages the request may have within the horizon. The last token drawn is never written."""
         ahead = min(request.max_new_tokens - len(request.output_ids), GROWTH_HORIZON_TOKENS) - 1
-        return self.num_pages_for(request.num_tokens + max(0, ahead)) - self.num_pages_for(request.num_tokens)
+        return self.num_pages_for(request.num_tokens + max(0, ahead))
 
     def grow(self, request: Request) -> bool:
         """One more page. False when there is none."""
@@ -69,8 +79,31 @@ class RequestPages:
         if num_full:
             self.cache.insert(request.tokens_between(0, num_full * self.page_size), page_array(request.pages[:num_full]))
 
+    def retract(self, request: Request) -> None:
+        """Take a running request's pages for others. Its KV goes to host memory; or, where that costs more, to the radix tree, which
+        keeps it as long as it can, and what it lost by then runs again."""
+        num_shared = self.cache.num_shared(page_array(request.pages))
+        private_pages = request.pages[num_shared : self.num_pages_for(request.num_computed_tokens)]
+        if self.backup.pays(len(private_pages), request.num_tokens - num_shared * self.page_size):
+            self.backup.save(request, num_shared, private_pages)
+        else:
+            self.share(request)
+        self._give_up(request)
+
+    def restore(self, request: Request) -> bool:
+        """Bring the host copy of a request that was just admitted back: it can run. False: its tokens must run again from where the
+        radix tree ends."""
+        if not self.backup.load(request, request.num_computed_tokens // self.page_size):
+            return False
+        request.num_computed_tokens = request.num_tokens - 1
+        return True
+
     def release(self, request: Request) -> None:
-        """Give up every page of the request."""
+        """Give up every page of the request, and its host copy."""
+        self._give_up(request)
+        self.backup.drop(request)
+
+    def _give_up(self, request: Request) -> None:
         if request.pages:
             self.cache.release(page_array(request.pages))
             request.pages = []

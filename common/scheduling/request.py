@@ -17,14 +17,23 @@ from common.request import Bootstrap, SamplingParams, TextSpec
 
 
 class Place(Enum):
-    """Where a request is. WAITING, EXTENDING and RUNNING are queues of common/scheduling; ROOM means that a transfer has it."""
+    """Where a request is. ARRIVING and WAITING requests stand in the line for pages; ROOM means that a transfer has it."""
 
     NEW = "new"
-    WAITING = "waiting"  # for pages and for its turn to extend
+    ARRIVING = "arriving"  # waits in the line for pages to offer to its prefill node
+    WAITING = "waiting"  # waits in the line for pages to run here
     EXTENDING = "extending"  # holds pages; some prompt tokens are computed
     RUNNING = "running"  # a row of the decode batch
     ROOM = "room"  # its pages or its next step belong to a transfer
     OVER = "over"  # the terminal output was sent
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """KV of a retracted request in host memory (host_backup.py): its pages from number `first_page` of its row on, a slot each."""
+
+    first_page: int
+    slots: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +51,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # pages of tokens [0, len(pages) * page_size), in order
     num_computed_tokens: int = 0  # tokens whose KV is in `pages`
+    host_copy: HostCopy | None = None  # only of a request in the line
     num_cached_tokens: int | None = None  # prompt tokens found in a prefix cache where prefill ran; None: not admitted yet
     num_sent_tokens: int = 0  # outputs handed to the detokenizer
     prefill_site: PrefillSite = "local"

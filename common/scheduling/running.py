@@ -2,7 +2,8 @@
 
 Row state lives in arrays; joining and leaving touch only the rows concerned (the last row moves into a hole). A step writes
 the KV of each row's last token and draws its next one. A row that needs a page and gets none is made room for by retracting
-the newest request: its pages are shared and given up, and it is computed again later from what the cache kept of them.
+the newest request (by arrival, never mind when it began to run): line.py has why. Requests that extend or are in a room keep their
+pages: they are on their way here, and a prefill node may be writing them.
 """
 
 import numpy as np
@@ -27,7 +28,8 @@ class Running:
         self._remaining = np.zeros(max_rows, np.int32)  # tokens until max_new_tokens
         self._page_table = np.zeros((max_rows, pages.num_pages_for(context_length) + 1), np.int32)
         self._sampling = empty_sampling(max_rows)
-        self.num_retracted = 0
+        self.num_retracted_swap = 0
+        self.num_retracted_recompute = 0
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -106,8 +108,10 @@ class Running:
     def _retract_newest(self) -> Request:
         newest = max(self.requests, key=lambda request: request.order)
         self.remove(newest)
-        self._pages.share(newest)
-        self._pages.release(newest)
+        self._pages.retract(newest)
         newest.place = Place.NEW
-        self.num_retracted += 1
+        if newest.host_copy is None:
+            self.num_retracted_recompute += 1
+        else:
+            self.num_retracted_swap += 1
         return newest

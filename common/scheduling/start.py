@@ -10,16 +10,21 @@ import zmq
 
 from common.config import NodeAddresses, NodeConfig
 from common.engine.runner import ModelRunner
+from common.errors import StartupError
 from common.kvcache.cache import KVCache
+from common.kvcache.host_pages import HostPages
 from common.launch import Reporter
 from common.messages import NodeStatus, TokenOuts, ToScheduler
 from common.models.config import fingerprint
+from common.scheduling.host_backup import HostBackup
 from common.scheduling.outbox import Outbox
 from common.scheduling.pages import RequestPages
 from common.scheduling.work import Limits, Work
 from common.sockets import Receiver, Sender
 
+GIB = 1 << 30
 PROGRESS_PAUSE_S = 1.0
+FLOPS = {"cpu": 4e11, "cuda": 4e14}  # bfloat16, of one core with AVX-512 and of one H100: until extend batches were measured
 SWITCH_INTERVAL_S = 0.0005  # the transfer thread waits this long for the GIL at most; Python's 5 ms made a 32-page write take 16 ms instead of 7
 
 
@@ -73,7 +78,7 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
     to_detokenizer: Sender[TokenOuts] = Sender(context, addresses.detokenizer)
     to_tokenizer: Sender[NodeStatus] = Sender(context, addresses.tokenizer)
     outbox = Outbox(to_detokenizer.send, to_tokenizer.send)
-    pages = RequestPages(KVCache(runner.kv.num_pages, config.page_size, not config.disable_radix_cache))
+    pages = RequestPages(KVCache(runner.kv.num_pages, config.page_size, not config.disable_radix_cache), _host_backup(config, runner))
     return Engine(
         runner=runner,
         work=Work(runner, pages, outbox, limits),
@@ -82,6 +87,19 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
         limits=limits,
         fingerprint=fingerprint(Path(config.model)),
     )
+
+
+def _host_backup(config: NodeConfig, runner: ModelRunner) -> HostBackup:
+    num_slots = 0 if config.preemption_mode == "recompute" else int(config.swap_space * GIB) // runner.kv.page_nbytes
+    if config.preemption_mode == "swap" and num_slots == 0:
+        raise StartupError(f"--preemption-mode swap: --swap-space {config.swap_space:g} GiB holds no page of {runner.kv.page_nbytes} bytes; raise it")
+    try:
+        memory = HostPages(runner.kv.tensor, num_slots)
+    except RuntimeError as error:
+        raise StartupError(f"--swap-space {config.swap_space:g} GiB cannot be allocated; lower it: {error}") from None
+    flops = FLOPS[config.device] * (config.threads if config.device == "cpu" else 1)
+    num_weights = runner.model.nbytes / runner.dtype.itemsize
+    return HostBackup(memory, extend_prior_tokens_per_s=flops / (2 * num_weights), always_swap=config.preemption_mode == "swap")
 
 
 class _Throttled:

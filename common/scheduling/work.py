@@ -1,9 +1,11 @@
 """What a node computes: extend batches and decode batches, one a turn, and how a request without a room is served.
 
 Turn rule: prefill first, for time to first token, but after `max_decode_delay_steps` extend batches in a row the running
-requests get a decode step, so that decode is delayed by a bounded number of chunks and never starves.
+requests get a decode step, so that decode is delayed by a bounded number of chunks and never starves. A retracted request whose
+KV was copied to host memory runs again without a forward of its own: it takes no turn.
 """
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ from common.engine.runner import Runner
 from common.errors import Failure
 from common.scheduling.extending import Extending, ExtendPlan
 from common.scheduling.finish import accept_token
+from common.scheduling.line import Line
 from common.scheduling.outbox import Outbox
 from common.scheduling.pages import RequestPages
 from common.scheduling.request import Place, Request, non_finite_logits
@@ -49,7 +52,8 @@ class Work:
         self.pages = pages
         self._outbox = outbox
         self._limits = limits
-        self.extending = Extending(pages, limits.chunked_prefill_size)
+        self.line = Line()
+        self.extending = Extending(pages, self.line, limits.chunked_prefill_size)
         self.running = Running(pages, limits.max_running_requests, limits.context_length)
         self._extends_in_a_row = 0
         self.num_extend_steps = 0
@@ -60,32 +64,55 @@ class Work:
 
     def plan(self, elsewhere: Collection[Request] = ()) -> Plan | None:
         """What to launch next. elsewhere: requests that hold pages outside this object and will come to run."""
+        self._bring_back(elsewhere)
         decode_is_due = len(self.running) > 0 and self._extends_in_a_row >= self._limits.max_decode_delay_steps
-        if not decode_is_due and len(self.extending) and (extend := self.extending.plan(*self.headroom(elsewhere))):
-            self._extends_in_a_row += 1
-            return extend
-        self._extends_in_a_row = 0
-        batch, retracted = self.running.plan()
-        for request in retracted:
-            self.extending.add_first(request)
-        return DecodePlan(list(self.running.requests), batch) if batch is not None else None
+        # extending comes again behind decode: the last running request may have been retracted
+        return (None if decode_is_due else self._plan_extend(elsewhere)) or self._plan_decode() or self._plan_extend(elsewhere)
+
+    def admit_head(self, max_matched_tokens: int, elsewhere: Collection[Request]) -> bool:
+        """Give the head of the line its pages, if a row and pages are there, and take it out; as RequestPages.admit()."""
+        head = self.line.head
+        free_rows, reserve_pages = self.headroom(elsewhere)
+        if head is None or free_rows <= 0 or not self.pages.admit(head, max_matched_tokens, reserve_pages):
+            return False
+        self.line.pop()
+        return True
 
     def headroom(self, elsewhere: Collection[Request]) -> tuple[int, int]:
         """How many more requests may hold pages, and the pages left for those that run or come to run to grow."""
-        free_rows = self._limits.max_running_requests - len(self.running) - len(self.extending.extending) - len(elsewhere)
-        return free_rows, self.running.growth_pages() + sum(map(self.pages.growth_pages, (*self.extending.extending, *elsewhere)))
+        free_rows = self._limits.max_running_requests - len(self.running) - len(self.extending) - len(elsewhere)
+        return free_rows, self.running.growth_pages() + sum(map(self.pages.growth_pages, (*self.extending.requests, *elsewhere)))
 
-    @property
-    def was_running_waits(self) -> bool:
-        """A request that was running before waits for pages again; it is served before new ones."""
-        return bool(self.extending.waiting) and bool(self.extending.waiting[0].output_ids)
+    def _plan_extend(self, elsewhere: Collection[Request]) -> ExtendPlan | None:
+        if not self.extending and self.line.head is None:
+            return None
+        plan = self.extending.plan(*self.headroom(elsewhere))
+        self._extends_in_a_row += plan is not None
+        return plan
+
+    def _plan_decode(self) -> DecodePlan | None:
+        self._extends_in_a_row = 0
+        batch, retracted = self.running.plan()
+        for request in retracted:
+            self.line.add_again(request)
+        return DecodePlan(list(self.running.requests), batch) if batch is not None else None
+
+    def _bring_back(self, elsewhere: Collection[Request]) -> None:
+        """Let requests run again whose KV is in host memory, as long as they are the head of the line and pages are there."""
+        while (head := self.line.head) and head.host_copy is not None and self.admit_head(head.num_tokens - 1, elsewhere):
+            if self.pages.restore(head):
+                self.running.join(head)
+            else:
+                self.extending.go_on(head)
 
     def launch(self, plan: Plan) -> NDArray[np.int64]:
         """Run the model: KV written, one token drawn for each row that samples."""
         if isinstance(plan, ExtendPlan):
             self.num_extend_steps += 1
             self.num_extended_tokens += len(plan.batch.token_ids)
+            started_s = time.perf_counter()
             tokens = self._runner.extend(plan.batch)
+            self.pages.backup.extended(len(plan.batch.token_ids), time.perf_counter() - started_s)
             self.extending.computed(plan)
             return tokens
         self.num_decode_steps += 1
@@ -134,8 +161,10 @@ class Work:
         """Take the request out of whatever queue has it; it keeps its pages."""
         if request.place is Place.RUNNING:
             self.running.remove(request)
-        else:
+        elif request.place is Place.EXTENDING:
             self.extending.remove(request)
+        elif request.place in (Place.ARRIVING, Place.WAITING):
+            self.line.remove(request)
         if request.place is not Place.OVER:
             request.place = Place.ROOM
 
@@ -152,10 +181,12 @@ class Work:
 
     def stats(self) -> dict[str, float]:
         counts = self.pages.cache.counts()
+        num_arriving = self.line.num_arriving()
         return {
             "running_requests": len(self.running),
-            "extending_requests": len(self.extending.extending),
-            "waiting_requests": len(self.extending.waiting),
+            "extending_requests": len(self.extending),
+            "waiting_requests": len(self.line) - num_arriving,
+            "arriving_requests": num_arriving,
             "pages_free": counts.free,
             "pages_cached": counts.cached,
             "pages_held": counts.held,
@@ -164,7 +195,9 @@ class Work:
             "extend_steps_total": self.num_extend_steps,
             "decode_steps_total": self.num_decode_steps,
             "extended_tokens_total": self.num_extended_tokens,
-            "retracted_requests_total": self.running.num_retracted,
+            'retracted_requests_total{way="swap"}': self.running.num_retracted_swap,
+            'retracted_requests_total{way="recompute"}': self.running.num_retracted_recompute,
+            **self.pages.backup.stats(),
             "requests_finished_total": self._outbox.num_finished,
             "requests_failed_total": self._outbox.num_failed,
             "output_tokens_total": self._outbox.num_output_tokens,

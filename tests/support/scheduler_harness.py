@@ -4,15 +4,18 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from fake_runner import FakeRunner, expected_tokens
 
 from common.errors import Failure
 from common.kvcache.cache import KVCache
+from common.kvcache.host_pages import HostPages
 from common.messages import Abort, Drain, Generate, NodeStatus, TokenOuts, ToScheduler
 from common.request import Bootstrap, SamplingParams, TextSpec
+from common.scheduling.host_backup import HostBackup
 from common.scheduling.outbox import Outbox
 from common.scheduling.pages import RequestPages
 from common.scheduling.work import Limits, Work
@@ -62,6 +65,8 @@ class Answer:
         return self.num_terminals > 0
 
 
+BUSY = ("running_requests", "extending_requests", "waiting_requests", "arriving_requests", "open_requests", "swapped_requests", "swap_bytes")
+
 _rids = itertools.count()
 
 
@@ -71,6 +76,7 @@ class Node:
     def __init__(
         self, role: str = "decode", *, num_pages: int = 64, page_size: int = 4, chunk: int = 16, max_running: int = 8, context_length: int = 256,
         max_decode_delay_steps: int = 2, eos: tuple[int, ...] = (), prefix_cache: bool = True, endpoint: Any = None, runner: FakeRunner | None = None,
+        preemption: Literal["auto", "recompute", "swap"] = "auto", num_swap_slots: int = 1000,
     ) -> None:  # fmt: skip
         self.runner = runner or FakeRunner(num_pages, page_size)
         self.cache = KVCache(num_pages, page_size, prefix_cache)
@@ -78,7 +84,9 @@ class Node:
         self.statuses: list[NodeStatus] = []
         self.intake = ListIntake()
         self.endpoint = endpoint or NoTransfer()
-        self.pages = RequestPages(self.cache)
+        memory = HostPages(pool_of(self.runner), 0 if preemption == "recompute" else num_swap_slots)
+        self.backup = HostBackup(memory, extend_prior_tokens_per_s=1e4, always_swap=preemption == "swap")
+        self.pages = RequestPages(self.cache, self.backup)
         limits = Limits(frozenset(eos), context_length, max_running, max_decode_delay_steps, chunk)
         self.outbox = Outbox(self._gather, self.statuses.append)
         self.work = Work(self.runner, self.pages, self.outbox, limits)
@@ -90,7 +98,7 @@ class Node:
     ) -> str:
         rid = rid or f"r{next(_rids)}"
         self.answers[rid] = Answer()
-        params = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, **sampling)
+        params = SamplingParams(**{"max_new_tokens": num_tokens, "temperature": 0.0, **sampling})
         self.intake.pending.append(Generate(rid, prompt_ids, params, TextSpec(), time.time() + timeout_s, bootstrap))
         return rid
 
@@ -108,10 +116,10 @@ class Node:
                 self.intake.wait(0.0005)
         raise AssertionError(f"not answered: {[rid for rid in rids if not self.answers[rid].over]}; {self.scheduler.stats()}")
 
-    def assert_right(self, rid: str, prompt_ids: list[int], num_tokens: int) -> None:
+    def assert_right(self, rid: str, prompt_ids: list[int], num_tokens: int, seed: int | None = None) -> None:
         answer = self.answers[rid]
         assert answer.failure is None, answer.failure
-        assert answer.token_ids == expected_tokens(prompt_ids, num_tokens)
+        assert answer.token_ids == expected_tokens(prompt_ids, num_tokens, seed)
         assert answer.finish_reason == "length"
         assert answer.num_terminals == 1
 
@@ -121,7 +129,12 @@ class Node:
         assert (counts.held, counts.quarantined) == (0, 0), (counts, self.scheduler.stats())
         assert counts.free + counts.cached == counts.total
         stats = self.scheduler.stats()
-        assert not any(stats[key] for key in ("running_requests", "extending_requests", "waiting_requests", "open_requests")), stats
+        assert not any(stats[key] for key in BUSY), stats
+        assert len(self.backup._free_slots) == len(set(self.backup._free_slots)) == self.backup._memory.num_slots
+
+    def num_retracted(self, way: str = "") -> int:
+        """Retractions: those by "swap", those by "recompute", or all."""
+        return sum(int(value) for key, value in self.scheduler.stats().items() if key.startswith("retracted_requests_total") and way in key)
 
     def _gather(self, message: TokenOuts) -> None:
         for out in message.outs:
@@ -132,6 +145,10 @@ class Node:
             answer.finish_reason, answer.matched_stop, answer.failure = out.finish_reason, out.matched_stop, out.failure
             answer.num_terminals += out.finish_reason is not None or out.failure is not None
             answer.num_cached_tokens, answer.prefill_site = out.num_cached_tokens, out.prefill_site
+
+
+def pool_of(runner: Any) -> torch.Tensor:
+    return torch.from_numpy(runner.pool) if isinstance(runner, FakeRunner) else runner.kv.tensor
 
 
 def random_prompt(rng: np.random.Generator, num_tokens: int) -> list[int]:
