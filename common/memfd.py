@@ -7,13 +7,13 @@ import ctypes
 import os
 import weakref
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
 
 HUGE_NBYTES = 1 << 21  # of x86-64, and of arm64 with 4 KiB pages
 MAP_FIXED = 0x10
 MAP_FAILED = ctypes.c_void_p(-1).value
 PROT_NONE = 0
-MADV_COLLAPSE = 25  # Linux 6.1
+MADV_COLLAPSE = 25  # Linux 6.1; Python has no name for it
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -52,16 +52,18 @@ def mapped(fd: int, nbytes: int, *, writable: bool = True) -> Buffer:
     except OSError:
         _libc.munmap(start, size)
         raise
+    _libc.madvise(start, size, MADV_HUGEPAGE)  # heeded where shmem_enabled is "advise"; make_huge() works without
     buffer = (ctypes.c_ubyte * nbytes).from_address(start)
-    weakref.finalize(buffer, _libc.munmap, start, size)
+    unmap = weakref.finalize(buffer, _libc.munmap, start, size)
+    unmap.atexit = False  # threads may still be using it then
     return buffer
 
 
 def make_huge(address: int) -> None:
-    """Back the 2 MiB at `address`, a multiple of 2 MiB inside a writable mapping, with one huge page. Asks the kernel for it at once:
-    unlike MADV_HUGEPAGE that works on shared memory whatever shmem_enabled says. What the memory holds stays; others may use it
-    meanwhile. Raises OSError: EINVAL where the kernel cannot do it, ENOMEM or EAGAIN where it has none to give now."""
-    ctypes.string_at(address, 1)  # the kernel passes over memory that has no page tables yet
+    """Back the 2 MiB at `address`, a multiple of 2 MiB inside a mapping, with one huge page, now. Unlike MADV_HUGEPAGE this works for
+    shared memory whatever shmem_enabled says. What the memory holds stays, and may be used meanwhile. See MADV_COLLAPSE in madvise(2).
+    Raises OSError: EINVAL where the kernel cannot do it, ENOMEM, EAGAIN or EBUSY where it has none to give now."""
+    ctypes.string_at(address, 1)  # at least one small page must be there
     if _libc.madvise(address, HUGE_NBYTES, MADV_COLLAPSE):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

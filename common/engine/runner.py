@@ -57,9 +57,11 @@ class ModelRunner:
         context_length: int | None = None,
         threads: int = 1,
         attention_backend: Literal["auto", "torch", "numba"] = "auto",
+        shared_kv: bool = False,
         progress: StageProgress = quiet,
     ) -> None:
         """num_pages: pool size, the padding page included; None: what `mem_fraction` of the free memory holds beside the weights.
+        shared_kv: other processes of this host may map the pool, if it is host memory.
 
         Raises StartupError: unreadable or unsupported checkpoint, no room for a pool, a context longer than the model's.
         """
@@ -75,7 +77,7 @@ class ModelRunner:
         use_numba = attention_backend == "numba" or (attention_backend == "auto" and device == "cpu")
         self.model = Decoder(self.model_config, self._make_ops(use_numba), self.dtype, self.device)
         load_weights(self.model, model_dir, lambda fraction: progress("loading weights", fraction))
-        self.kv = self._make_pool(page_size, num_pages, budget_nbytes)
+        self.kv = self._make_pool(page_size, num_pages, budget_nbytes, shared_kv)
         self._attention = self._make_attention(use_numba)
         self._progress = progress
 
@@ -125,7 +127,7 @@ class ModelRunner:
             return NumbaOps(self.model_config.hidden_size, self.model_config.intermediate_size, self.dtype)
         return TorchOps()
 
-    def _make_pool(self, page_size: int, num_pages: int | None, budget_nbytes: int) -> KVPool:
+    def _make_pool(self, page_size: int, num_pages: int | None, budget_nbytes: int, shared: bool) -> KVPool:
         config = self.model_config
         layout = KVLayout(config.num_kv_heads, config.num_layers, page_size, config.head_dim, self.dtype)
         if num_pages is None:
@@ -136,7 +138,7 @@ class ModelRunner:
                 "raise --mem-fraction-static or set --max-total-tokens"
             )
         try:
-            return KVPool(layout, num_pages, self.device)
+            return KVPool(layout, num_pages, self.device, shared=shared)
         except (OSError, RuntimeError) as error:
             raise StartupError(f"a KV pool of {num_pages} pages ({num_pages * layout.page_nbytes >> 20} MiB) cannot be allocated: {error}") from None
 

@@ -1,9 +1,17 @@
 """Where K and V lie in the pool: page-major, contiguous, heads outermost within a page."""
 
+import ctypes
+import errno
+import itertools
+import logging
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from common import memfd
 from common.kvcache.layout import KVLayout, KVPool
 
 CPU = torch.device("cpu")
@@ -42,3 +50,100 @@ def test_pages_within_a_budget() -> None:
     assert layout.page_nbytes == 16 * 22.5 * 1024
     assert layout.num_pages_within(10 * layout.page_nbytes + 5) == 10
     assert layout.num_pages_within(-1) == 0
+
+
+# ---- shared --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared() -> KVPool:
+    """Five huge pages, and pages that straddle them."""
+    layout = KVLayout(num_kv_heads=3, num_layers=30, page_size=16, head_dim=64, dtype=torch.bfloat16)
+    return KVPool(layout, 5 * memfd.HUGE_NBYTES // layout.page_nbytes, CPU, shared=True)
+
+
+def smaps(pool: KVPool) -> dict[str, int]:
+    """Of the pool's mapping, in KiB."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{pool.base_address:08x}-"):
+            break
+    fields = itertools.takewhile(lambda line: "-" not in line.split()[0], lines)
+    return {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in fields) if rest.endswith(" kB")}
+
+
+def test_a_shared_pool_is_the_file_from_offset_zero_on(shared: KVPool) -> None:
+    assert not shared.tensor.any()
+    shared.keys(7)[3, 2] = 1.5
+    page = os.pread(shared.shared_fd, shared.page_nbytes, 3 * shared.page_nbytes)
+    assert page == shared.page_bytes(3)
+    peers = memfd.mapped(shared.shared_fd, shared.nbytes)
+    peers[5 * shared.page_nbytes] = 77
+    assert shared.page_bytes(5)[0] == 77
+
+
+def test_a_shared_pool_cannot_be_cut_short_by_who_holds_its_descriptor(shared: KVPool) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared.shared_fd, 4096)
+
+
+def test_a_shared_pool_takes_memory_as_its_pages_are_used(shared: KVPool) -> None:
+    assert smaps(shared)["Rss"] == 0
+    shared.use(np.array([3, 4], np.int32))
+    first = smaps(shared)["Rss"]
+    assert 0 < first <= 2048
+    shared.use(np.array([1], np.int32))
+    shared.use(np.array([], np.int32))
+    assert smaps(shared)["Rss"] == first
+    shared.use(np.array([shared.num_pages - 1], np.int32))
+    assert smaps(shared)["Rss"] <= 5 * 2048
+
+
+def test_a_shared_pool_lies_in_huge_pages_where_the_kernel_has_them(shared: KVPool) -> None:
+    probe = memfd.mapped(shared.shared_fd, memfd.HUGE_NBYTES)
+    try:
+        memfd.make_huge(ctypes.addressof(probe))
+    except OSError as error:
+        pytest.skip(f"no huge pages for shared memory here: {error}")
+    shared.tensor[0] = 3.0  # small pages, with something in them
+    shared.use(np.array([shared.num_pages - 1], np.int32))
+    assert smaps(shared)["ShmemPmdMapped"] >= 2048
+    assert (shared.tensor[0] == 3.0).all()
+    assert not shared.tensor[1:].any()
+
+
+def test_a_kernel_without_huge_pages_for_shared_memory_costs_nothing_but_them(
+    shared: KVPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(address: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(memfd, "make_huge", refuse)
+    with caplog.at_level(logging.INFO):
+        shared.use(np.array([1], np.int32))
+        shared.use(np.array([shared.num_pages - 1], np.int32))
+    assert len(caplog.messages) == 1
+    shared.tensor[-1] = 1.0
+    assert (shared.tensor[-1] == 1.0).all()
+
+
+def test_the_memory_of_a_shared_pool_goes_with_its_last_view(shared: KVPool) -> None:
+    layout = shared.layout
+    mapped = Path("/proc/self/maps").read_text().count("pdserve-kv")
+    pool = KVPool(layout, 4, CPU, shared=True)
+    view, fd = pool.keys(0)[1], pool.shared_fd
+    view[:] = 2.0
+    del pool
+    assert (view == 2.0).all()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    del view
+    assert Path("/proc/self/maps").read_text().count("pdserve-kv") == mapped
+
+
+def test_page_bytes_are_the_pages(pool: KVPool) -> None:
+    pool.tensor.copy_(torch.arange(pool.tensor.numel()).view(pool.tensor.shape))
+    assert pool.array is not None
+    assert pool.page_bytes(4) == pool.array[4].tobytes()
+    assert pool.shared_fd == -1
+    pool.use(np.array([5], np.int32))
