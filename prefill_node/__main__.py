@@ -17,7 +17,7 @@ def main(payload: bytes, reporter: Reporter) -> None:
     configure_logs(config.log_level, f"prefill:{config.port} scheduler")
     engine = start_engine(config, addresses, reporter)
     pool = engine.runner.kv
-    region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool)
+    region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool, pool.shared_fd)
     facts = {"fingerprint": engine.fingerprint, "dtype": engine.dtype}
     settings, backend = start_transfer(config, region, pool.layout, context_length=engine.runner.context_length, **facts)
     endpoint = PrefillEndpoint(settings, backend, config.host, config.bootstrap_port)

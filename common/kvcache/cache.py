@@ -4,6 +4,7 @@ This is where the two meet, and the only place that may: a page that becomes pin
 evicted one is freed in the same call. The scheduler's thread alone calls it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,13 +32,16 @@ class OutOfPages(Exception):
 
 
 class KVCache:
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_cache: bool = True) -> None:
-        """num_pages: pages of the pool, the padding page 0 included. page_size: tokens a page."""
+    def __init__(
+        self, num_pages: int, page_size: int, enable_prefix_cache: bool = True, *, on_alloc: Callable[[PageIds], None] = lambda pages: None
+    ) -> None:
+        """num_pages: pages of the pool, the padding page 0 included. page_size: tokens a page. on_alloc: hears of pages before they are used."""
         assert page_size >= 1, f"page_size is {page_size}"
         self.page_size = page_size
         self._prefix_cache = enable_prefix_cache
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(num_pages)
+        self._on_alloc = on_alloc
 
     def match(self, token_ids: list[int]) -> PageIds:
         """Pages of the longest cached prefix in full pages, each retained for the caller.
@@ -64,7 +68,9 @@ class KVCache:
         missing = n - self._allocator.num_free
         if missing > 0:
             self._allocator.uncache(self._tree.evict(missing))
-        return _page_ids(self._allocator.take(n))
+        pages = _page_ids(self._allocator.take(n))
+        self._on_alloc(pages)
+        return pages
 
     def insert(self, token_ids: list[int], pages: PageIds) -> None:
         """Offer the full pages of `token_ids` (len(pages) >= len(token_ids) // page_size) to the tree; what the tree has already is

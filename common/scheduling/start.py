@@ -63,6 +63,7 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
         context_length=config.context_length,
         threads=config.threads,
         attention_backend=config.attention_backend,
+        shared_kv=config.transfer_backend in ("auto", "shm"),
         progress=_Throttled(reporter).progress,
     )
     runner.warmup()
@@ -78,7 +79,8 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
     to_detokenizer: Sender[TokenOuts] = Sender(context, addresses.detokenizer)
     to_tokenizer: Sender[NodeStatus] = Sender(context, addresses.tokenizer)
     outbox = Outbox(to_detokenizer.send, to_tokenizer.send)
-    pages = RequestPages(KVCache(runner.kv.num_pages, config.page_size, not config.disable_radix_cache), _host_backup(config, runner))
+    cache = KVCache(runner.kv.num_pages, config.page_size, not config.disable_radix_cache, on_alloc=runner.kv.use)
+    pages = RequestPages(cache, _host_backup(config, runner))
     return Engine(
         runner=runner,
         work=Work(runner, pages, outbox, limits),

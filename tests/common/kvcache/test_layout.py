@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common import memfd
+from common.kvcache.cache import KVCache
 from common.kvcache.layout import KVLayout, KVPool
 
 CPU = torch.device("cpu")
@@ -147,3 +148,9 @@ def test_page_bytes_are_the_pages(pool: KVPool) -> None:
     assert pool.page_bytes(4) == pool.array[4].tobytes()
     assert pool.shared_fd == -1
     pool.use(np.array([5], np.int32))
+
+
+def test_pages_are_in_use_from_their_allocation_on(shared: KVPool) -> None:
+    cache = KVCache(shared.num_pages, shared.layout.page_size, on_alloc=shared.use)
+    cache.alloc(cache.available())
+    assert smaps(shared)["Rss"] > 0
