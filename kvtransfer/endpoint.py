@@ -31,8 +31,11 @@ import zmq
 from common.errors import Failure, PdserveError
 from kvtransfer.backend import PageIds, PeerId, TransferBackend
 from kvtransfer.events import Delivered, Event, FirstToken, OfferJoined, PagesReturned, RoomFailed
+from kvtransfer.failures import internal_error
+from kvtransfer.figures import Stats
 from kvtransfer.link import Address
 from kvtransfer.machine import IllegalTransition
+from kvtransfer.outgoing import Ready
 from kvtransfer.protocol import MAX_ROOM
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -45,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN = Failure(503, "the node is shutting down", code="shutting_down", stage="transfer")
 JOIN_TIMEOUT_S = 5.0
+ZMQ_TICK_S = 1e-3  # it polls in whole milliseconds
 END_SETTLES_S = 0.02  # ZMQ announces a connection's end a moment before its route is gone (P), and before its last frames are here (D)
 
 Command = Callable[[float], None]  # takes the time
@@ -118,8 +122,8 @@ class Endpoint(ABC):
         """{"endpoint", "state", "reason"} of each peer known."""
         return self._session.links.snapshot()
 
-    def stats(self) -> dict[str, float]:
-        """Rooms by state, and totals."""
+    def stats(self) -> Stats:
+        """Rooms and peers by state, totals, times waited, writes (figures.py)."""
         return self._session.stats()
 
     def close(self) -> None:
@@ -189,10 +193,15 @@ class Endpoint(ABC):
         poller = zmq.Poller()
         for polled in (*self._sockets(), self._command_wake.fd, self._backend.completion_fd()):
             poller.register(polled, zmq.POLLIN)
-        poller.poll(None if math.isinf(timeout_s) else max(math.ceil(timeout_s * 1e3), 0))
+        if 0.0 < timeout_s < ZMQ_TICK_S:
+            if not poller.poll(0):
+                time.sleep(timeout_s)
+        else:
+            poller.poll(None if math.isinf(timeout_s) else max(math.ceil(timeout_s * 1e3), 0))
 
     def _step(self) -> None:
-        """Inputs first, time last: a peer is not silent whose messages waited here."""
+        """Inputs first, time last: a peer is not silent whose messages waited here. But a frame's time is taken when it is here: it must
+        not lie before that of its departure, nor seem to, should this process be stopped in between (lease.py)."""
         self._command_wake.clear()
         now_s = time.monotonic()
         for _ in range(len(self._commands)):
@@ -207,7 +216,7 @@ class Endpoint(ABC):
             command(now_s)
         except (IllegalTransition, ValueError) as error:
             logger.exception("room %d: the scheduler did what may not be done", room)
-            self._session.fail(room, Failure(500, f"internal error: {error}", code="internal_error", stage="transfer"), now_s)
+            self._session.fail(room, internal_error(error), now_s)
 
     def _publish(self) -> None:
         if self._session.events:
@@ -235,23 +244,24 @@ class PrefillEndpoint(Endpoint):
             context.destroy(linger=0)
             raise
         self.port = self._wire.port
-        self._sender = Sender(settings, new_incarnation(), self._wire, backend, to_monotonic_s)
+        self._sender = Sender(settings, new_incarnation(), self._wire, backend, to_monotonic_s, time.monotonic)
         self._probe_at_s = math.inf
         super().__init__(settings, backend, self._sender, context)
         self._thread.start()
 
-    def expect(self, room: int, num_prompt_tokens: int, prompt_digest: bytes, deadline_s: float) -> Failure | None:
+    def expect(self, room: int, num_prompt_tokens: int, prompt_digest: bytes, deadline_s: float, rid: str = "") -> Failure | None:
         """P's scheduler holds the request of `room`. Joined with D's offer (before or after): OfferJoined. Returns a
-        Failure (and takes nothing) for a duplicate room or a full table. `deadline_s`: unix time."""
+        Failure (and takes nothing) for a duplicate room or a full table. `deadline_s`: unix time. `rid`: for the log."""
         if refusal := self._enter(room):
             return refusal
-        self._call(room, partial(self._sender.expect, room, num_prompt_tokens, prompt_digest, to_monotonic_s(deadline_s)))
+        self._call(room, partial(self._sender.expect, room, num_prompt_tokens, prompt_digest, to_monotonic_s(deadline_s), rid=rid))
         return None
 
-    def send_pages(self, room: int, first_page: int, local_pages: PageIds) -> None:
-        """Prompt pages [first_page, first_page + n) of the room are complete in `local_pages`: write them to D's pages.
-        Pages below the offer's decode_prefix_pages are skipped."""
-        self._call(room, partial(self._sender.send_pages, room, first_page, np.array(local_pages, np.int32)))
+    def send_pages(self, room: int, first_page: int, local_pages: PageIds, ready: Ready | None = None) -> None:
+        """Prompt pages [first_page, first_page + n) of the room are complete in `local_pages`, once `ready` has passed: write them to
+        D's pages. They are gathered to post_tokens' worth; finish() sends the rest. Pages below the offer's decode_prefix_pages are
+        skipped."""
+        self._call(room, partial(self._sender.send_pages, room, first_page, np.array(local_pages, np.int32), ready=ready))
 
     def send_first_token(self, room: int, token_id: int, num_cached_tokens: int) -> None:
         """Token 1, to be streamed by D at once."""
@@ -268,12 +278,12 @@ class PrefillEndpoint(Endpoint):
 
     def _receive(self, now_s: float) -> None:
         for route, frame, observed_host in self._wire.frames():
-            self._sender.on_frame(route, frame, observed_host, now_s)
+            self._sender.on_frame(route, frame, observed_host, time.monotonic())
         if self._wire.some_disconnected():
             self._probe_at_s = now_s + END_SETTLES_S
         if self._probe_at_s <= now_s:
             self._probe_at_s = math.inf
-            self._sender.links.probe()
+            self._sender.links.probe(now_s)
 
     def _next_due_s(self) -> float:
         return min(self._probe_at_s, super()._next_due_s())
@@ -292,7 +302,7 @@ class DecodeEndpoint(Endpoint):
         """`backend` has its region."""
         context: ZmqContext = zmq.Context()
         self._wire = DealerWire(context)
-        self._receiver = Receiver(settings, new_incarnation(), self._wire, backend)
+        self._receiver = Receiver(settings, new_incarnation(), self._wire, backend, time.monotonic)
         self._ended: list[tuple[float, int, str]] = []  # when to act on it, link, reason
         super().__init__(settings, backend, self._receiver, context)
         self._thread.start()
@@ -307,15 +317,23 @@ class DecodeEndpoint(Endpoint):
         decode_prefix_pages: int,
         dst_pages: PageIds,
         deadline_s: float,
+        rid: str = "",
     ) -> Failure | None:
         """Offer `dst_pages` (prompt pages from decode_prefix_pages on, in order) to the prefill node at host:port, connecting
-        to it if need be. Returns a Failure (and takes nothing) for a duplicate room or a full table. `deadline_s`: unix time."""
+        to it if need be. Returns a Failure (and takes nothing) for a duplicate room or a full table. `deadline_s`: unix time. `rid`: for
+        the log."""
         if refusal := self._enter(room):
             return refusal
         pages = np.array(dst_pages, np.int32)
         offer = partial(self._receiver.offer, room, Address(host, port), num_prompt_tokens, prompt_digest, decode_prefix_pages, pages)
-        self._call(room, partial(offer, to_monotonic_s(deadline_s), deadline_s))
+        self._call(room, partial(offer, to_monotonic_s(deadline_s), deadline_s, rid=rid))
         return None
+
+    def withdraw(self, room: int, host: str, port: int, failure: Failure) -> None:
+        """No offer will come for `room`: its request ended here before it had one. The prefill node at host:port is told, if it can
+        be reached, so that its half ends at once with `failure`. No event."""
+        if 0 <= room <= MAX_ROOM:
+            self._call(room, partial(self._receiver.withdraw, room, Address(host, port), failure))
 
     def abort(self, room: int, failure: Failure) -> None:
         """D gives the room up: P is told; PagesReturned follows once P has closed it or is fenced (no RoomFailed)."""
@@ -324,7 +342,7 @@ class DecodeEndpoint(Endpoint):
     def _receive(self, now_s: float) -> None:
         self._ended += [(now_s + END_SETTLES_S, link, reason) for link, reason in self._wire.disconnected()]
         for link, frame in self._wire.frames():
-            self._receiver.on_frame(link, frame, now_s)
+            self._receiver.on_frame(link, frame, time.monotonic())
         while self._ended and self._ended[0][0] <= now_s:
             _, link, reason = self._ended.pop(0)
             self._receiver.on_disconnected(link, reason, now_s)

@@ -97,7 +97,3 @@ class RareWarning:
             return
         self._logger.warning("%s%s", message, f" ({self._num_muted} more like it)" if self._num_muted else "")
         self._next_s, self._num_muted = now_s + WARN_EVERY_S, 0
-
-
-def peer_lost(peer_is: str, reason: str) -> Failure:
-    return Failure(503, f"the {peer_is} node of this request was lost: {reason}", code="peer_lost", stage="transfer")

@@ -7,7 +7,8 @@
     P -> D   Closed       the end of one Offer (R3): no write of it is outstanding. Sent once; a REFUSED Closed answers a Cancel
                           (or an Offer there is no room for) of which P holds nothing
     D -> P   Cancel       D gives the offer up; Closed answers it
-    both     Heartbeat    I am here
+    D -> P   Withdraw     D will make no offer for this room; the only message that needs no link: a D that was refused sends it too
+    both     Heartbeat    I am here; and how lately D heard of P (lease.py)
 
 Identity (R4): a message about a room names the room, D's number of the offer (`attempt`, unique per D process), and both
 processes by incarnation. The encoding is msgpack, one message a frame. Hello and HelloAck have an outer form that never changes;
@@ -24,7 +25,7 @@ from msgspec import Meta
 from common.errors import Failure
 from kvtransfer.backend import PageIds, PeerId
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_NBYTES = 1 << 22  # a prompt of 16M tokens at 16 tokens a page
 
 MAX_ROOM = 2**63 - 1
@@ -32,6 +33,7 @@ MAX_ROOM = 2**63 - 1
 Id = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Incarnation = Annotated[str, Meta(min_length=1, max_length=64)]
+Seconds = Annotated[float, Meta(ge=0, le=1e11)]
 
 ClosedStatus = Literal["DELIVERED", "FAILED", "ABORTED", "REFUSED"]
 
@@ -50,11 +52,14 @@ class Compat(msgspec.Struct, frozen=True):
 
 
 class HelloBody(msgspec.Struct, frozen=True):
-    """`heartbeat_s`: send me something at least this often. `live`: incarnations of the P processes D holds a link to."""
+    """`heartbeat_s`: send me something at least this often. `peer_timeout_s`: when I have heard nothing of you for so long I drop you,
+    and not before unless the connection ends. `sent_s`: of P, as in Heartbeat. `live`: incarnations of the P processes D holds a link to."""
 
     compat: Compat
     description: Annotated[bytes, Meta(max_length=65536)]  # TransferBackend.describe()
     heartbeat_s: Annotated[float, Meta(ge=0.01, le=3600)]
+    peer_timeout_s: Annotated[float, Meta(ge=0.05, le=86400)]
+    sent_s: Seconds = 0.0
     live: Annotated[list[Incarnation], Meta(max_length=4096)] = []
 
 
@@ -82,13 +87,15 @@ class RoomMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer(RoomMessage, frozen=True, tag=True, kw_only=True):
-    """`dst_pages`: little-endian int32, D's pages of prompt pages [decode_prefix_pages, number of prompt pages), in order."""
+    """`dst_pages`: little-endian int32, D's pages of prompt pages [decode_prefix_pages, number of prompt pages), in order.
+    `digest`: Closed is to carry a checksum of each."""
 
     num_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     prompt_digest: Annotated[bytes, Meta(max_length=64)]
     decode_prefix_pages: Count
     dst_pages: bytes
-    deadline_unix_s: Annotated[float, Meta(ge=0, le=1e11)]
+    deadline_unix_s: Seconds
+    digest: bool = False
 
 
 class FirstToken(RoomMessage, frozen=True, tag=True, kw_only=True):
@@ -97,22 +104,37 @@ class FirstToken(RoomMessage, frozen=True, tag=True, kw_only=True):
 
 
 class Closed(RoomMessage, frozen=True, tag=True, kw_only=True):
-    """`failure` is set unless the status is DELIVERED."""
+    """`failure` is set unless the status is DELIVERED. `page_digests`: little-endian uint32, CRC-32 of each page of the offer, if it
+    asked for them and the status is DELIVERED."""
 
     status: ClosedStatus
     failure: Failure | None = None
+    page_digests: bytes = b""
 
 
 class Cancel(RoomMessage, frozen=True, tag=True, kw_only=True):
     failure: Failure
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+class Withdraw(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Of a room that was never offered: it has no attempt."""
+
+    room: Id
     sender: Incarnation
     receiver: Incarnation
+    failure: Failure
 
 
-ToPrefill = Hello | Offer | Cancel | Heartbeat
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """`sent_s`: of P, its monotonic clock. `echo_s`: of D, the newest sent_s that it heard of P by this link."""
+
+    sender: Incarnation
+    receiver: Incarnation
+    sent_s: Seconds = 0.0
+    echo_s: Seconds = 0.0
+
+
+ToPrefill = Hello | Offer | Cancel | Withdraw | Heartbeat
 ToDecode = HelloAck | FirstToken | Closed | Heartbeat
 Message = ToPrefill | ToDecode
 

@@ -8,22 +8,34 @@
 
 A client's answer never waits for pages, and pages never follow a client's answer (R2): RoomFailed is sent at once, PagesReturned when
 P cannot write any more. A P that goes on without ever answering a Cancel costs its link; then the fence ends the wait.
+
+A room that was never offered is withdrawn, if there is a connection to P or one can be made: P's request would wait for its offer until
+its deadline.
 """
 
 import enum
+import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from common.errors import Failure, deadline_exceeded
 from kvtransfer.backend import Fence, PageIds, PeerId, TransferBackend
+from kvtransfer.digest import PageDigests, unpack_digests
 from kvtransfer.events import Delivered, Event, FirstToken, PagesReturned, RoomFailed
-from kvtransfer.link import FENCE_POLL_S, Address, DialFailed, DialWire, PeerLost, PeerUp, peer_lost
+from kvtransfer.failures import corrupt_page, log_failed_room, peer_lost, protocol_error
+from kvtransfer.figures import RoomFigures, Stats, peer_stats
+from kvtransfer.link import FENCE_POLL_S, Address, DialFailed, DialWire, PeerLost, PeerUp
 from kvtransfer.link_dial import DialledLinks
 from kvtransfer.machine import Machine, Table
 from kvtransfer.protocol import Cancel, Closed, Offer, pack_pages
 from kvtransfer.protocol import FirstToken as FirstTokenMessage
 from kvtransfer.settings import TransferSettings
 from kvtransfer.timers import Timers
+
+logger = logging.getLogger(__name__)
 
 
 class ReceiverState(enum.Enum):
@@ -72,25 +84,38 @@ class Room:
     decode_prefix_pages: int
     dst_pages: PageIds
     deadline_unix_s: float
+    rid: str
     machine: Machine[ReceiverState, ReceiverEvent] = field(default_factory=lambda: Machine(RECEIVER_TABLE, S.PENDING))
     peer: PeerId | None = None  # once offered
-    token_here: bool = False
+    offered_s: float = 0.0
+    token_s: float | None = None  # when token 1 came
     fence: Fence | None = None  # P is lost; only this counts now
 
 
 class Receiver:
     """The whole of D's side, sans-IO: frames, disconnections, commands and the time come in; `events` and frames go out."""
 
-    def __init__(self, settings: TransferSettings, incarnation: PeerId, wire: DialWire, backend: TransferBackend) -> None:
+    def __init__(
+        self, settings: TransferSettings, incarnation: PeerId, wire: DialWire, backend: TransferBackend, clock: Callable[[], float] | None = None
+    ) -> None:
+        """`clock`: for figures; without one, the time of the last tick counts."""
         self.links = DialledLinks(settings, incarnation, wire, backend)
         self.events: list[Event] = []
         self._settings = settings
         self.incarnation = incarnation
         self._backend = backend
         self._next_attempt = 1
+        self._clock = clock
+        self._now_s = 0.0
+        self._digests: PageDigests | None = None
+        if settings.digest:
+            assert settings.region is not None, "checksums need the pool"
+            self._digests = PageDigests(settings.region)
         self._rooms: dict[int, Room] = {}
+        self._withdrawals: list[tuple[Address, int, Failure]] = []  # that wait for their link
         self._timers: Timers[int] = Timers()
-        self._totals: Counter[str] = Counter(offers=0, delivered=0, failed=0)
+        self._figures = RoomFigures("offer_wait", "wait")
+        self._figures.count("corrupt_pages", 0)
 
     # ---- the scheduler's commands ---------------------------------------------------------------------------------------------
 
@@ -105,18 +130,28 @@ class Receiver:
         deadline_s: float,
         deadline_unix_s: float,
         now_s: float,
+        rid: str = "",
     ) -> None:
         assert room_id not in self._rooms, "a room is offered once"
-        room = Room(room_id, self._next_attempt, address, num_prompt_tokens, prompt_digest, decode_prefix_pages, dst_pages, deadline_unix_s)
+        room = Room(room_id, self._next_attempt, address, num_prompt_tokens, prompt_digest, decode_prefix_pages, dst_pages, deadline_unix_s, rid)
         self._next_attempt += 1
         self._rooms[room_id] = room
-        self._totals["offers"] += 1
+        self._figures.count("offers")
         self._timers.set(room_id, deadline_s)
         reached = self.links.reach(address, now_s)
         if isinstance(reached, Failure):
             self._give_up(room, reached, now_s)
         elif reached is not None:
-            self._send(room, reached)
+            self._send(room, reached, now_s)
+
+    def withdraw(self, room_id: int, address: Address, failure: Failure, now_s: float) -> None:
+        """Tell the prefill node that no offer will come, dialling it if need be. Nobody waits for this: if it cannot be told, it is not."""
+        if not self.links.withdraw(address, room_id, failure):
+            reached = self.links.reach(address, now_s)
+            if reached is None and len(self._withdrawals) < self._settings.max_rooms:
+                self._withdrawals.append((address, room_id, failure))
+            else:
+                logger.debug("room %d is not withdrawn from prefill node %s: %s", room_id, address, reached or "too many wait for their links")
 
     def abort(self, room_id: int, failure: Failure, now_s: float) -> None:
         if room := self._rooms.get(room_id):
@@ -143,9 +178,9 @@ class Receiver:
         if room is None or room.fence is not None or (room.peer, room.attempt) != (peer, message.attempt):
             return  # an offer that is over: it crossed our Cancel, or came twice
         if isinstance(message, FirstTokenMessage):
-            self._on_token(room, message)
+            self._on_token(room, message, now_s)
         else:
-            self._on_closed(room, message)
+            self._on_closed(room, message, now_s)
 
     def on_disconnected(self, link: int, reason: str, now_s: float) -> None:
         self.links.on_disconnected(link, reason, now_s)
@@ -157,6 +192,7 @@ class Receiver:
 
     def tick(self, now_s: float) -> None:
         """Timers, then what they and the inputs did to the links."""
+        self._now_s = now_s
         for room_id in self._timers.expired(now_s):
             self._on_timer(self._rooms[room_id], now_s)
         self.links.tick(now_s)
@@ -164,40 +200,67 @@ class Receiver:
             match self.links.news.pop(0):
                 case PeerUp(address, peer):
                     for room in self._pending_for(address):
-                        self._send(room, peer)
+                        self._send(room, peer, now_s)
+                    self._flush_withdrawals(address)
                 case DialFailed(address, failure):
                     for room in self._pending_for(address):
                         self._give_up(room, failure, now_s)
+                    self._flush_withdrawals(address)
                 case PeerLost() as lost:
                     self._on_peer_lost(lost, now_s)
 
     def next_due_s(self) -> float:
         return min(self._timers.next_due_s(), self.links.next_due_s())
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> Stats:
         states = Counter(room.machine.state for room in list(self._rooms.values()))
+        now_s = self._now_s if self._clock is None else self._clock()
         return {
             **{f"transfer_rooms_{state.name.lower()}": states[state] for state in (S.PENDING, S.OFFERED, S.QUARANTINE)},
-            **{f"transfer_{name}_total": total for name, total in self._totals.items()},
+            **self._figures.stats(),
+            **peer_stats((peer["state"] for peer in self.links.snapshot()), self.links.heard_s(), now_s),
         }
 
     # ---- P's messages -----------------------------------------------------------------------------------------------------------
 
-    def _on_token(self, room: Room, message: FirstTokenMessage) -> None:
-        if room.machine.fire(E.TOKEN) is S.OFFERED and not room.token_here:
-            room.token_here = True
+    def _on_token(self, room: Room, message: FirstTokenMessage, now_s: float) -> None:
+        if room.machine.fire(E.TOKEN) is S.OFFERED and room.token_s is None:
+            room.token_s = now_s
+            self._figures.waited("offer_wait", now_s - room.offered_s)
             self.events.append(FirstToken(room.room, message.token_id, message.num_cached_tokens))
 
-    def _on_closed(self, room: Room, message: Closed) -> None:
-        given_up = room.machine.state is S.QUARANTINE
-        if message.status == "DELIVERED" and (room.token_here or given_up):
+    def _on_closed(self, room: Room, message: Closed, now_s: float) -> None:
+        if room.machine.state is S.QUARANTINE:
+            room.machine.fire(E.DELIVER if message.status == "DELIVERED" else E.CLOSE)
+            self._end(room, PagesReturned(room.room))
+        elif failure := self._failure_of(room, message):
+            room.machine.fire(E.CLOSE)
+            self._note_failed(room, failure)
+            self.events.append(RoomFailed(room.room, failure))
+            self._end(room, PagesReturned(room.room))
+        else:
             room.machine.fire(E.DELIVER)
-            self._end(room, PagesReturned(room.room) if given_up else Delivered(room.room))
-            return
-        room.machine.fire(E.CLOSE)
-        if not given_up:
-            self.events.append(RoomFailed(room.room, _failure_of(message)))
-        self._end(room, PagesReturned(room.room))
+            self._figures.waited("wait", now_s - (room.token_s or now_s))
+            self._end(room, Delivered(room.room))
+
+    def _failure_of(self, room: Room, message: Closed) -> Failure | None:
+        """Why the room is not delivered, if it is not."""
+        if message.status != "DELIVERED":
+            return message.failure or Failure(503, f"the prefill node closed the room: {message.status}", code="transfer_failed", stage="transfer")
+        if room.token_s is None:
+            return protocol_error("closed the room without token 1")
+        if self._digests is None:
+            return None
+        sent = unpack_digests(message.page_digests, len(room.dst_pages))
+        if sent is None:
+            return protocol_error(f"sent {len(message.page_digests)} bytes of checksums for {len(room.dst_pages)} pages; 4 a page were asked for")
+        arrived = self._digests.of(room.dst_pages)
+        damaged = np.flatnonzero(arrived != sent)
+        self._figures.count("corrupt_pages", len(damaged))
+        if not len(damaged):
+            return None
+        at = int(damaged[0])
+        return corrupt_page(room.decode_prefix_pages + at, int(room.dst_pages[at]), int(sent[at]), int(arrived[at]))
 
     def _on_peer_lost(self, lost: PeerLost, now_s: float) -> None:
         for room in [room for room in self._rooms.values() if room.peer == lost.peer and room.fence is None]:
@@ -207,9 +270,9 @@ class Receiver:
 
     # ---- a room's way ---------------------------------------------------------------------------------------------------------
 
-    def _send(self, room: Room, peer: PeerId) -> None:
+    def _send(self, room: Room, peer: PeerId, now_s: float) -> None:
         room.machine.fire(E.SEND)
-        room.peer = peer
+        room.peer, room.offered_s = peer, now_s
         self.links.send(
             peer,
             Offer(
@@ -222,6 +285,7 @@ class Receiver:
                 decode_prefix_pages=room.decode_prefix_pages,
                 dst_pages=pack_pages(room.dst_pages),
                 deadline_unix_s=room.deadline_unix_s,
+                digest=self._digests is not None,
             ),
         )
 
@@ -231,10 +295,13 @@ class Receiver:
         now = room.machine.fire(E.GIVE_UP)
         if was is now:
             return
+        self._note_failed(room, failure)
         if tell_scheduler:
             self.events.append(RoomFailed(room.room, failure))
         if now is S.CLOSED:
             self._end(room, PagesReturned(room.room))
+            if not self.links.withdraw(room.address, room.room, failure) and self.links.is_dialling(room.address):
+                self._withdrawals.append((room.address, room.room, failure))
             return
         assert room.peer is not None
         self.links.send(room.peer, Cancel(room=room.room, attempt=room.attempt, sender=self.incarnation, receiver=room.peer, failure=failure))
@@ -255,14 +322,19 @@ class Receiver:
     def _end(self, room: Room, terminal: Delivered | PagesReturned) -> None:
         del self._rooms[room.room]
         self._timers.cancel(room.room)
-        self._totals["delivered" if isinstance(terminal, Delivered) else "failed"] += 1
+        self._figures.count("delivered" if isinstance(terminal, Delivered) else "failed")
         self.events.append(terminal)
+
+    def _note_failed(self, room: Room, failure: Failure) -> None:
+        log_failed_room(room.room, room.rid, str(room.address), failure)
+        self._figures.failed(failure.code)
+
+    def _flush_withdrawals(self, address: Address) -> None:
+        """The address was dialled: tell it what there is to tell, if it answered, were it with a refusal."""
+        for due in [due for due in self._withdrawals if due[0] == address]:
+            self._withdrawals.remove(due)
+            if not self.links.withdraw(*due):
+                logger.debug("room %d is not withdrawn from prefill node %s: it cannot be reached", due[1], address)
 
     def _pending_for(self, address: Address) -> list[Room]:
         return [room for room in self._rooms.values() if room.machine.state is S.PENDING and room.address == address]
-
-
-def _failure_of(message: Closed) -> Failure:
-    if message.status == "DELIVERED":
-        return Failure(503, "the prefill node closed the room without token 1", code="protocol_error", stage="transfer")
-    return message.failure or Failure(503, f"the prefill node closed the room: {message.status}", code="transfer_failed", stage="transfer")

@@ -3,8 +3,8 @@
     AWAIT_OFFER  the request is here, D's offer is not
     PARKED       the offer is here, the request is not; bounded, and expires
     WAITING      both are here (OfferJoined); nothing computed yet
-    COMPUTING    pages are written as they are handed over
-    SENDING      finish(): all handed over, writes outstanding
+    COMPUTING    pages are handed over, gathered and written
+    SENDING      finish(): all handed over, writes to come or outstanding
     DRAINING     given up, for whatever cause; writes outstanding
     CLOSED       forgotten, but for the memory that refuses a late duplicate
 """
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from common.errors import Failure
 from kvtransfer.backend import PageIds, PeerId
+from kvtransfer.digest import Digests
 from kvtransfer.machine import Machine, Table, from_each
+from kvtransfer.outgoing import Outgoing
 from kvtransfer.protocol import ClosedStatus
 
 OfferId = tuple[PeerId, int]  # the D process, and its number of the offer
@@ -81,16 +83,22 @@ class HeldOffer:
     decode_prefix_pages: int
     dst_pages: PageIds
     deadline_s: float
+    digest: bool
 
 
 @dataclass(slots=True)
 class Room:
     room: int
+    outgoing: Outgoing
     machine: Machine[SenderState, SenderEvent] = field(default_factory=lambda: Machine(SENDER_TABLE, S.NEW))
     request: Prompt | None = None
     request_deadline_s: float = 0.0
+    rid: str = ""
+    expected_s: float = 0.0
+    finished_s: float = 0.0
     offer: HeldOffer | None = None
     handed_over: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))  # of the offer's pages
+    digests: Digests = field(default_factory=lambda: np.zeros(0, np.uint32))  # the same, if D asked for them
     token_sent: bool = False
     num_outstanding: int = 0
     failure: Failure | None = None  # the first cause
@@ -105,15 +113,3 @@ class Ended:
     offer_id: OfferId | None
     failure: Failure | None
 
-
-def duplicate_room(room_id: int) -> Failure:
-    return Failure(400, f"bootstrap_room {room_id} is taken or was used before; draw a new one", code="duplicate_room", stage="transfer")
-
-
-def prompt_mismatch(request: Prompt, offer: Prompt) -> Failure:
-    lengths = f"{request.num_tokens} tokens here, {offer.num_tokens} at the decode node"
-    return Failure(400, f"the two nodes were given different prompts ({lengths})", code="prompt_mismatch", stage="transfer")
-
-
-def write_failed(error: Exception) -> Failure:
-    return Failure(503, f"KV pages could not be written to the decode node: {error}", code="transfer_failed", stage="transfer")

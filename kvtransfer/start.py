@@ -44,4 +44,11 @@ def start_transfer(
         protocol=config.mooncake_protocol,
     )
     backend = make_backend(config.transfer_backend, region, options)
-    return TransferSettings(compat=compat, peer_timeout_s=config.peer_timeout_s, offer_timeout_s=config.offer_timeout_s), backend
+    settings = TransferSettings(
+        compat=compat,
+        region=region,
+        digest=config.kv_transfer_digest,
+        peer_timeout_s=config.peer_timeout_s,
+        offer_timeout_s=config.offer_timeout_s,
+    )
+    return settings, backend

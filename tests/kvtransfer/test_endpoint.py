@@ -441,7 +441,7 @@ def test_a_stranger_without_hello_is_told_so_and_gets_no_room(pair: tuple[Node, 
         stranger.send(encode(forged))
         assert stranger.poll(5000)
         assert b"say Hello first" in stranger.recv()
-        body = HelloBody(p.endpoint._settings.compat, b"not a description", 0.5)
+        body = HelloBody(p.endpoint._settings.compat, b"not a description", 0.5, 3.0)
         stranger.send(encode(hello(PeerId("who"), body)))
         assert stranger.poll(5000)
         assert b"transfer backend memory" in stranger.recv()
@@ -712,7 +712,7 @@ def test_commands_for_rooms_that_are_over_or_unknown_are_ignored(pair: tuple[Nod
 
 def test_a_defect_of_the_thread_reaches_the_scheduler(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
     p, _ = pair
-    monkeypatch.setattr(p.endpoint._sender, "expect", lambda *_: 1 // 0)
+    monkeypatch.setattr(p.endpoint._sender, "expect", lambda *_, **__: 1 // 0)
     expect(p)
     assert select.select([p.endpoint.wake_fd], [], [], 10.0)[0]
     with pytest.raises(TransferCrashed, match="division"):

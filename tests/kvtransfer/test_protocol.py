@@ -35,7 +35,7 @@ from kvtransfer.protocol import (
     unpack_pages,
 )
 
-BODY = HelloBody(COMPAT, b"where I am", 0.5, ["p1"])
+BODY = HelloBody(COMPAT, b"where I am", 0.5, 3.0, 17.5, ["p1"])
 HEAD: dict[str, Any] = {"room": 2**63 - 1, "attempt": 7, "sender": "a", "receiver": "b"}
 OFFER = Offer(**HEAD, num_prompt_tokens=9, prompt_digest=b"digest", decode_prefix_pages=1, dst_pages=pack_pages(pages(3, 4)), deadline_unix_s=1.5e9)
 TO_PREFILL = [hello(PeerId("d1"), BODY), OFFER, Cancel(**HEAD, failure=Failure(499, "gone")), Heartbeat("a", "b")]
@@ -135,12 +135,12 @@ def test_equal_nodes_fit() -> None:
 @pytest.mark.parametrize("field", Compat.__struct_fields__)
 def test_a_difference_is_named_with_both_values(field: str) -> None:
     theirs = settings(**{field: DIFFERENT[field]}).compat
-    reason = read_hello(hello(PeerId("d1"), HelloBody(theirs, b"", 0.5)), COMPAT)
+    reason = read_hello(hello(PeerId("d1"), HelloBody(theirs, b"", 0.5, 3.0)), COMPAT)
     assert reason == f"{field.replace('_', ' ')}: {getattr(COMPAT, field)} here, {DIFFERENT[field]} at the peer"
 
 
 def test_all_differences_are_named() -> None:
-    reason = read_hello(hello(PeerId("d1"), HelloBody(settings(page_size=32, dtype="bfloat16").compat, b"", 0.5)), COMPAT)
+    reason = read_hello(hello(PeerId("d1"), HelloBody(settings(page_size=32, dtype="bfloat16").compat, b"", 0.5, 3.0)), COMPAT)
     assert reason == "dtype: float32 here, bfloat16 at the peer; page size: 4 here, 32 at the peer"
 
 
@@ -154,7 +154,7 @@ def test_a_body_that_cannot_be_read_is_refused() -> None:
 
 
 def test_a_peer_cannot_ask_for_a_flood_of_heartbeats() -> None:
-    assert "cannot be read" in str(read_hello(hello(PeerId("d1"), HelloBody(COMPAT, b"", 1e-9)), COMPAT))
+    assert "cannot be read" in str(read_hello(hello(PeerId("d1"), HelloBody(COMPAT, b"", 1e-9, 3.0)), COMPAT))
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), unique=True, max_size=50))

@@ -11,7 +11,7 @@ from kvtransfer.backend import PeerId
 from kvtransfer.events import Delivered, OfferJoined, PagesReturned, RoomFailed
 from kvtransfer.machine import IllegalTransition
 from kvtransfer.memory import MemoryBackend, MemoryFabric
-from kvtransfer.protocol import Cancel, Closed, FirstToken, HelloAck, HelloBody, Offer, hello, pack_pages
+from kvtransfer.protocol import Cancel, Closed, FirstToken, Heartbeat, HelloAck, HelloBody, Offer, hello, pack_pages
 from kvtransfer.sender import MAX_ENDED, Sender
 
 P, D, D2 = PeerId("p-process"), PeerId("d-process"), PeerId("d-other")
@@ -28,7 +28,9 @@ class Node:
         self.wire = RecordingAcceptWire()
         self.backend, self.pool = registered_backend(self.fabric)
         self.pool[:] = np.arange(len(self.pool))[:, None]
-        self.sender = Sender(settings(**changes), P, self.wire, self.backend, lambda unix_s: unix_s - UNIX_OFFSET_S)
+        fixed = settings(**{"post_tokens": 1, **changes})
+        self.peer_timeout_s = fixed.peer_timeout_s
+        self.sender = Sender(fixed, P, self.wire, self.backend, lambda unix_s: unix_s - UNIX_OFFSET_S, lambda: self.now_s)
         self.log = EventLog()
         self.peers: dict[PeerId, MemoryBackend] = {}
         self.peer_pools: dict[PeerId, np.ndarray] = {}
@@ -38,10 +40,16 @@ class Node:
     def join(self, peer: PeerId) -> None:
         self.peers[peer], self.peer_pools[peer] = registered_backend(self.fabric)
         self.peers[peer].accept(P, self.backend.describe())
-        self.receive(peer, hello(peer, HelloBody(settings().compat, self.peers[peer].describe(), 0.5)))
+        self.receive(peer, hello(peer, HelloBody(settings().compat, self.peers[peer].describe(), 0.5, self.peer_timeout_s)))
         [ack] = self.wire.take(ROUTES[peer])
         assert isinstance(ack, HelloAck)
         assert ack.ok
+        self.echo(peer)
+
+    def echo(self, peer: PeerId = D) -> None:
+        """D has heard what this node says now."""
+        self.sender.links.probe(self.now_s)
+        self.receive(peer, Heartbeat(peer, P, echo_s=self.now_s))
 
     def receive(self, peer: PeerId, message: Any) -> None:
         self.sender.on_frame(ROUTES[peer], frame(message), "10.0.0.9", self.now_s)
@@ -162,9 +170,10 @@ def test_a_room_from_offer_to_delivery(offer_first: bool) -> None:
     assert node.events() == [OfferJoined(1, 0), Delivered(1)]
     assert node.peer_pools[D][20:23, 0].tolist() == [10, 11, 12]
     assert node.rooms() == {}
-    totals = {name: count for name, count in node.sender.stats().items() if name.endswith("_total")}
+    totals = {name.removeprefix("transfer_").removesuffix("_total"): count for name, count in node.sender.stats().items() if name.endswith("_total")}
     assert totals == {
-        "transfer_offers_total": 1, "transfer_delivered_total": 1, "transfer_failed_total": 0, "transfer_bytes_written_total": 3 * PAGE_NBYTES
+        "offers": 1, "delivered": 1, "failed": 0, "offer_waits": 1, "offer_wait_seconds": 0, "waits": 1, "wait_seconds": 0,
+        "posts": 2, "pages": 3, "descriptors": 2, "bytes_written": 3 * PAGE_NBYTES, "seconds": 0,
     }  # fmt: skip
 
 
@@ -482,7 +491,7 @@ def test_a_cancel_of_an_unknown_room_is_answered_and_creates_nothing() -> None:
     node.cancel(room=77)
     closed = node.closed()
     assert (closed.room, closed.status) == (77, "REFUSED")
-    node.offer(room=77)
+    node.offer(room=77, attempt=2)
     assert node.rooms() == {"parked": 1}
 
 

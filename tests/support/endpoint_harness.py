@@ -41,14 +41,15 @@ def page_ids(*ids: int) -> np.ndarray:
 
 
 class Node:
-    """An endpoint with its pool: uint8[NUM_PAGES, PAGE_NBYTES]."""
+    """An endpoint with its pool: uint8[NUM_PAGES, PAGE_NBYTES]. Pages leave as they are handed over, if not told otherwise."""
 
     def __init__(
         self, backend: TransferBackend, role: str, port: int = 0, *, host: str = "127.0.0.1", compat_changes: Any = None, **settings: Any
     ) -> None:
         self.pool = np.zeros((NUM_PAGES, PAGE_NBYTES), np.uint8)
-        backend.register(Region(self.pool.ctypes.data, NUM_PAGES, PAGE_NBYTES, "cpu", self.pool))
-        fixed = TransferSettings(compat=compat(**(compat_changes or {})), **settings)
+        region = Region(self.pool.ctypes.data, NUM_PAGES, PAGE_NBYTES, "cpu", self.pool)
+        backend.register(region)
+        fixed = TransferSettings(compat=compat(**(compat_changes or {})), region=region, **{"post_tokens": 1, **settings})
         self.endpoint: Any = PrefillEndpoint(fixed, backend, host, port) if role == "prefill" else DecodeEndpoint(fixed, backend)
         self.backend = backend
         self._pending: list[Event] = []

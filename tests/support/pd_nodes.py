@@ -53,7 +53,7 @@ class PdNodes:
         region = fake_region(runner) if isinstance(runner, FakeRunner) else model_region(runner)
         compat = Compat("model", "dtype", page_size, 1, 1, 1, region.page_nbytes, options.get("context_length", 256))
         backend.register(region)
-        settings = TransferSettings(compat=compat, peer_timeout_s=peer_timeout_s, heartbeat_s=peer_timeout_s / 6)
+        settings = TransferSettings(compat=compat, region=region, post_tokens=1, peer_timeout_s=peer_timeout_s)
         endpoint = PrefillEndpoint(settings, backend, "127.0.0.1", 0) if role == "prefill" else DecodeEndpoint(settings, backend)
         self._open.callback(endpoint.close)
         node = Node(role, endpoint=endpoint, runner=runner, **options)  # type: ignore[arg-type]
