@@ -22,11 +22,13 @@ MC_USE_IPV6 (--host is an IPv6 address). They are the process's: of two backends
 """
 
 import secrets
+import time
 
 import msgspec
 
+from common.errors import StartupError
 from kvtransfer.backend import NO_FENCE, Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
-from kvtransfer.mooncake_engine import Resolved, prepare
+from kvtransfer.mooncake_engine import Resolved, load, prepare
 from kvtransfer.mooncake_lane import Door, MooncakeLane
 from kvtransfer.pages import check_local, check_remote
 from kvtransfer.settings import TransferOptions
@@ -34,6 +36,8 @@ from kvtransfer.tcp import WILDCARDS, _numeric
 from kvtransfer.tcp_sender import Message, Target
 from kvtransfer.tcp_wire import INCARNATION_NBYTES, MAX_PAGES_PER_MESSAGE, SECRET_NBYTES, Identity
 from kvtransfer.tickets import Tickets
+
+CLOSE_TIMEOUT_S = 5.0
 
 
 class MooncakeDescription(msgspec.Struct, frozen=True, tag="mooncake", tag_field="backend"):
@@ -71,8 +75,13 @@ class MooncakeBackend:
         self._accepted: dict[PeerId, bytes] = {}
 
     def register(self, region: Region) -> None:
-        """Raises StartupError when the address cannot be bound."""
+        """Raises StartupError when the address cannot be bound, or the library moves host memory only and the region is a device's."""
         assert self._door is None, "a backend has one region"
+        if region.device != "cpu" and not load().SUPPORT_CUDA:
+            raise StartupError(
+                f"transfer backend mooncake: the KV pool lies on {region.device}, and the transfer engine installed here knows no CUDA: "
+                "pip uninstall mooncake-transfer-engine-non-cuda; pip install 'pdserve[mooncake]'"
+            )
         self._region = region
         self._door = Door(*self._bind, region, self._identity, self._engine_options, self._advertise_host)
 
@@ -137,14 +146,15 @@ class MooncakeBackend:
         return Fence(0.0, lambda: all(passed() for passed in ended)) if ended else NO_FENCE
 
     def close(self) -> None:
-        """Returns when every engine has ended."""
+        """Returns when every engine has ended, or CLOSE_TIMEOUT_S later: the library may wait for an answer of a peer that is frozen."""
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         lanes = [peer.lane for peer in self._peers.values()]
         for peer in {*self._peers, *self._accepted}:
             self.disconnect(peer)
         if self._door is not None:
             self._door.close()
         for lane in lanes:
-            lane.stop()
+            lane.join(deadline_s - time.monotonic())
         self._tickets.close()
 
     def _registered(self) -> tuple[Region, Door]:

@@ -49,6 +49,8 @@ class RawEngine(Protocol):
 
 
 class Library(Protocol):
+    SUPPORT_CUDA: bool
+
     def TransferEngine(self) -> RawEngine: ...
 
 

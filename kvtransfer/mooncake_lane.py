@@ -1,7 +1,7 @@
 """The two ends of a Mooncake connection: the door that a peer's lane calls, and the lane.
 
     lane -> door   the handshake of tcp_wire.py: each proves to the other who it is
-    door -> lane   SEGMENT: name of an engine made for this caller alone, base address of the region
+    door -> lane   SEGMENT: name of an engine made for this caller alone, base address of the region; no name: there could be none
     then nothing; pages travel between the two engines. The connection's end ends both engines
 
 The lane's rules for broken connections are those of tcp_sender.py: it calls again, and a welcome proves that the old engine behind the
@@ -56,11 +56,12 @@ class Door(Listener):
         return lambda: not any(thread.is_alive() for thread in threads)
 
     def _answer(self, raw: socket.socket) -> None:
-        host = self._advertise_host or raw.getsockname()[0].removeprefix("::ffff:")
+        host = self._advertise_host or own_host(raw)
         try:
             engine = Engine(self._options, host, self._region)
         except TransferError as error:
-            log.error("no engine for a peer at %s: %s", raw.getpeername()[0], error)
+            log.error("no engine for the peer at %s: %s", raw.getpeername()[0], error)
+            raw.sendall(SEGMENT.pack(0, 0))
             return
         try:
             name = engine.segment.encode()
@@ -96,6 +97,11 @@ class MooncakeLane(Lane):
         thread = self._thread
         return lambda: thread is None or not thread.is_alive()
 
+    def join(self, timeout_s: float) -> None:
+        """After dismiss()."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, timeout_s))
+
     # ---- lane thread ----------------------------------------------------------------------------------------------------
 
     def _carry(self, connection: GuardedSocket) -> None:
@@ -105,10 +111,12 @@ class MooncakeLane(Lane):
         try:
             segment, remote_base = self._receive_segment(connection.raw)
             watch.start()
-            engine = Engine(self._options, connection.raw.getsockname()[0].removeprefix("::ffff:"), self._region)
+            engine = Engine(self._options, own_host(connection.raw), self._region)
             self._pump(engine, segment, self._descriptors(remote_base))
         except Exception as error:  # whatever it is, it becomes the tickets' error
             self._broke(connection, error)
+            if engine is None:
+                self._count_attempt()
         connection.shut()
         if engine is not None:
             engine.close()
@@ -121,12 +129,20 @@ class MooncakeLane(Lane):
             self._waiting.extendleft(reversed(self._unanswered))
             self._unanswered.clear()
 
+    def _count_attempt(self) -> None:
+        """For messages that wait: this connection would have carried them, and never came so far."""
+        with self._changed:
+            for message in self._waiting:
+                message.attempts += 1
+
     @staticmethod
     def _receive_segment(raw: socket.socket) -> tuple[str, int]:
         raw.settimeout(SEGMENT_TIMEOUT_S)
         head = bytearray(SEGMENT.size)
         receive_all(raw, [head])
         length, base = SEGMENT.unpack(head)
+        if not length:
+            raise TransferError("it cannot make a Mooncake engine; its log says why")
         name = bytearray(length)
         receive_all(raw, [name])
         raw.settimeout(None)
@@ -203,6 +219,12 @@ class MooncakeLane(Lane):
                 num_pages * page_nbytes,
                 last=number == len(pieces),
             )
+
+
+def own_host(connection: socket.socket) -> str:
+    """The numeric address of this host that the peer sees; an IPv4 one as such on a socket that listens to both families."""
+    host: str = connection.getsockname()[0]
+    return host.removeprefix("::ffff:")
 
 
 def cut_runs(local_pages: PageIds, remote_pages: PageIds, max_pages: int) -> list[tuple[int, int, int]]:
