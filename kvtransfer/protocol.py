@@ -11,11 +11,13 @@
     both     Heartbeat    I am here; and how lately D heard of P (lease.py)
 
 Identity (R4): a message about a room names the room, D's number of the offer (`attempt`, unique per D process), and both
-processes by incarnation. The encoding is msgpack, one message a frame. Hello and HelloAck have an outer form that never changes;
-what a version may change is in their `body`, read only when the versions are equal. What cannot be decoded changes nothing.
+processes by incarnation. The encoding is msgpack, one message a frame, and its CRC-32 behind it: a page id that a fault of the network
+changed would be written to. Hello and HelloAck have an outer form that never changes; what a version may change is in their `body`,
+read only when the versions are equal. What cannot be decoded changes nothing.
 """
 
 import math
+import zlib
 from typing import Annotated, Literal
 
 import msgspec
@@ -26,6 +28,7 @@ from common.errors import Failure
 from kvtransfer.backend import PageIds, PeerId
 
 VERSION = 2
+CHECKSUM_NBYTES = 4  # little endian
 MAX_FRAME_NBYTES = 1 << 22  # a prompt of 16M tokens at 16 tokens a page
 
 MAX_ROOM = 2**63 - 1
@@ -149,13 +152,25 @@ _hello_body = msgspec.msgpack.Decoder(HelloBody)
 
 
 def encode(message: Message) -> bytes:
-    return msgspec.msgpack.encode(message)
+    return with_checksum(msgspec.msgpack.encode(message))
+
+
+def with_checksum(packed: bytes) -> bytes:
+    return packed + zlib.crc32(packed).to_bytes(CHECKSUM_NBYTES, "little")
+
+
+def _checked(frame: bytes) -> memoryview:
+    """What stands before the checksum. Raises Undecodable."""
+    packed, checksum = memoryview(frame)[:-CHECKSUM_NBYTES], frame[-CHECKSUM_NBYTES:]
+    if len(checksum) < CHECKSUM_NBYTES or zlib.crc32(packed) != int.from_bytes(checksum, "little"):
+        raise Undecodable(f"frame of {len(frame)} bytes without the right checksum")
+    return packed
 
 
 def decode_to_prefill(frame: bytes) -> ToPrefill:
     """Raises Undecodable."""
     try:
-        return _to_prefill.decode(frame)
+        return _to_prefill.decode(_checked(frame))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Undecodable(str(error)) from error
 
@@ -163,7 +178,7 @@ def decode_to_prefill(frame: bytes) -> ToPrefill:
 def decode_to_decode(frame: bytes) -> ToDecode:
     """Raises Undecodable."""
     try:
-        return _to_decode.decode(frame)
+        return _to_decode.decode(_checked(frame))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Undecodable(str(error)) from error
 
