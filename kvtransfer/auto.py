@@ -102,7 +102,7 @@ class AutoBackend:
     def disconnect(self, peer: PeerId) -> Fence:
         used = [self._picked.pop(peer)[1]] if peer in self._picked else []
         used += [backend for backend in self._accepted.pop(peer, (b"", []))[1] if backend not in used]
-        fences = [backend.disconnect(peer) for backend in used]
+        fences = [fence for backend in used if (fence := backend.disconnect(peer)) is not NO_FENCE]
         if not fences:
             return NO_FENCE
         return Fence(max(fence.delay_s for fence in fences), lambda: all(fence.passed() for fence in fences))

@@ -8,8 +8,8 @@ D gives to others. A P that was stopped for a while, or cut off, does not know t
     P's own clock, P is not dropped. Only the echoed time counts, never the time at which an echo is read: the echoes that wait in the
     socket of a P that stood still are old, and renew nothing. HelloAck is the first message that is echoed; before, P posts nothing.
 
-    When D drops P sooner, because the connection ended, it waits for the end of the lease before the backend's fence delay begins
-    (link_dial.py). That delay covers what was posted before, and the difference of two clocks' rates (1e-4 of peer_timeout_s).
+    When D drops P sooner, because the connection ended, it waits for the end of the lease before the backend's fence begins to count
+    (link_dial.py). The fence covers what was posted before, and the difference of two clocks' rates (1e-4 of peer_timeout_s).
 
 P looks at its clock immediately before each post. A P that is stopped in the microseconds between that look and the post is not
 caught by the lease; Fence.passed() of the backends says what they know of a stopped process on the same host (host_process.py).

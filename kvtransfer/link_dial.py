@@ -13,7 +13,7 @@ import enum
 import logging
 
 from common.errors import Failure
-from kvtransfer.backend import Fence, PeerId, TransferBackend, TransferError
+from kvtransfer.backend import NO_FENCE, Fence, PeerId, TransferBackend, TransferError
 from kvtransfer.link import Address, DialFailed, DialWire, LinkNews, PeerLost, PeerUp, RareWarning
 from kvtransfer.machine import Machine, Table
 from kvtransfer.protocol import (
@@ -302,8 +302,8 @@ class DialledLinks:
         self.news.append(PeerLost(peer, reason, fence))
 
     def _fence(self, at: DialledLink, fence: Fence, now_s: float) -> Fence:
-        """The backend's, which begins when P posts no more: now, if the backend can bar P, else when P's lease is over."""
-        if fence.delay_s <= 0:
+        """The backend's, which is asked when P posts no more: now, if the backend bars P by itself, else when P's lease is over."""
+        if fence is NO_FENCE:
             return fence
         lease_left_s = max(at.heard_s + self._settings.silent_s - now_s, 0.0)
         return Fence(lease_left_s + fence.delay_s, fence.passed)

@@ -23,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from kvtransfer.backend import Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
+from kvtransfer.backend import NO_FENCE, Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
 from kvtransfer.pages import PageMemory, check_local, check_remote
 from kvtransfer.tickets import Tickets
 
@@ -217,7 +217,7 @@ class MemoryBackend:
             for other in {remote, accepted} - {None}:
                 assert other is not None
                 self.fabric.cut(self, other)
-        return Fence(self.fabric.fence_delay_s, lambda: True)
+        return Fence(self.fabric.fence_delay_s, lambda: True) if self.fabric.fence_delay_s else NO_FENCE
 
     def close(self) -> None:
         for peer in {*self._connected, *self._accepted}:
