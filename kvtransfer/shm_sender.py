@@ -137,7 +137,7 @@ class Peer:
         try:
             mapping = self._mapped()
         except Exception as error:  # whatever it is, it becomes the tickets' error: nobody waits for a thread that died
-            failed = self._error(str(error))
+            failed = self._error("disconnected" if self._stopping else str(error))
             self._give_up(None, failed)
             return failed
         for piece in pieces(part, self.target.page_nbytes):
