@@ -4,7 +4,8 @@ A request with a room lives like this here:
     arriving: waits for a row and pages, then offer(room, pages) -> FirstToken: streamed at once -> Delivered: joins the decode batch
 If the transfer fails before token 1 was streamed, the client gets the failure (the router may try another pair); after it, the
 prompt is computed here and the answer goes on. Either way the offered pages are quarantined until PagesReturned: P may still
-write them (R2). A request without a room is served here from prompt to end: a decode node alone is a complete server.
+write them (R2). A request that ends here before its offer is withdrawn, so that its other half on P ends too. A request without a
+room is served here from prompt to end: a decode node alone is a complete server.
 """
 
 import logging
@@ -82,6 +83,7 @@ class DecodeScheduler:
         request = self._table.open(message)
         if refusal := self._pages.refusal(len(request.prompt_ids) + request.max_new_tokens):
             self._outbox.failure(request, refusal)
+            self._withdraw(request, refusal)
         elif request.bootstrap is None:
             self._work.extending.add(request)
         else:
@@ -102,10 +104,13 @@ class DecodeScheduler:
         refusal = self._endpoint.offer(
             to.room, to.host, to.port, len(request.prompt_ids), prompt_digest(request.prompt_ids),
             num_prefix_pages, page_array(request.pages[num_prefix_pages:]), request.deadline_unix_s,
+            request.rid,
         )  # fmt: skip
         if refusal:
             self._outbox.failure(request, refusal)
             self._pages.release(request)
+            if refusal.code != "duplicate_room":  # P knows that room by the request that has it
+                self._withdraw(request, refusal)
         else:
             request.place = Place.ROOM
             self._rooms[to.room] = request
@@ -178,12 +183,18 @@ class DecodeScheduler:
         """End a request that is arriving or in its room. False: it is in neither."""
         if request.place is Place.ARRIVING:
             self._work.line.remove(request)
+            self._withdraw(request, failure)
             return True
         if request.bootstrap is not None and self._rooms.get(request.bootstrap.room) is request:
             self._endpoint.abort(request.bootstrap.room, failure)
             self._quarantine_pages(request)
             return True
         return False
+
+    def _withdraw(self, request: Request, failure: Failure) -> None:
+        """The request ended before it was offered: P need not wait for an offer."""
+        if to := request.bootstrap:
+            self._endpoint.withdraw(to.room, to.host, to.port, failure)
 
     def _quarantine_pages(self, request: Request) -> None:
         """The room is over, but its pages may still be written: keep them from reuse until PagesReturned."""
