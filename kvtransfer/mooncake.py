@@ -8,9 +8,9 @@ the fence: disconnect() returns a Fence that has passed when the peer's engine i
 partitioned peer cannot hold it up. A process restarted behind an old address, even behind the same Mooncake ports, is another one: its
 door refuses who called its predecessor, and nothing cached from the old engine outlives it.
 
-Who may write: Mooncake's ports, two per engine, listen on all addresses, whatever --host says, and ask nobody for a secret. An
-accepted peer's engine is reachable for every machine that reaches those ports, for as long as that peer is connected. Use this backend
-only where the network between nodes is trusted, and let nobody else reach MC_MIN_PRC_PORT .. MC_MAX_PRC_PORT.
+Who may write: Mooncake's ports, two per engine, ask nobody for a secret, and listen on all addresses unless --host is loopback (then:
+on the loopback device). An accepted peer's engine is there for everybody who reaches those ports, as long as that peer is connected.
+Use this backend only where the network between nodes is trusted, and let nobody else reach MC_MIN_PRC_PORT .. MC_MAX_PRC_PORT.
 
 The price: every peer costs a registration of the pool on either side (with RDMA that pins it, gigabytes a second, once per
 connection), two listening sockets and two or three threads. Over TCP the `tcp` backend does the same without it.

@@ -3,7 +3,8 @@
 What the library (0.3.13.post1, https://github.com/kvcache-ai/Mooncake) is like, and what is done about it:
 
 - `initialize` ignores ports, and listens on *all* addresses with two ports of MC_MIN_PRC_PORT .. MC_MAX_PRC_PORT (15000 .. 17000): one
-  tells anybody the engine's memory addresses, the other (TCP) writes to them for anybody. mooncake.py says what follows.
+  tells anybody the engine's memory addresses, the other (TCP) writes to them for anybody. Of an engine on loopback they are bound to
+  the loopback device, before there is memory to write to. For others mooncake.py says what follows.
 - `protocol` is ignored too: RDMA is used where a device is found, unless MC_FORCE_TCP is set.
 - A batch of more descriptors than a lane's queue holds (1024) fails, and one that timed out may go on. So every descriptor is a batch
   of its own here, few are in flight, and a failure ends the engine.
@@ -14,9 +15,13 @@ What the library (0.3.13.post1, https://github.com/kvcache-ai/Mooncake) is like,
 """
 
 import importlib
+import ipaddress
+import logging
 import os
 import socket
 import struct
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +31,13 @@ from common.errors import StartupError
 from kvtransfer.backend import Op, Region, TransferError
 from kvtransfer.settings import TransferOptions
 
+logger = logging.getLogger(__name__)
+
 RDMA_DEVICES = Path("/sys/class/infiniband")
 WAKE_POLL_S = 0.001  # how soon the engine's listening thread sees that it shall end
+WILDCARDS = ("0.0.0.0", "::")
+
+_starting = threading.Lock()  # one engine at a time, so that it is known whose sockets are new
 
 Resolved = Literal["tcp", "rdma"]
 
@@ -100,8 +110,12 @@ class Engine:
     def __init__(self, options: EngineOptions, host: str, region: Region) -> None:
         """`host`: numeric address at which other engines reach this one. Raises TransferError."""
         raw = load().TransferEngine()
-        if raw.initialize(host, "P2PHANDSHAKE", options.protocol, options.devices) != 0:
-            raise TransferError(f"Mooncake cannot start an engine for {options.protocol} at {host}; its log on stderr says why")
+        with _starting:
+            before = {link for link, _ in _listeners()}
+            if raw.initialize(host, "P2PHANDSHAKE", options.protocol, options.devices) != 0:
+                raise TransferError(f"Mooncake cannot start an engine for {options.protocol} at {host}; its log on stderr says why")
+            if ipaddress.ip_address(host).is_loopback:
+                _keep_to_loopback(before)
         self._raw: RawEngine | None = raw
         self._keepalive = region.keepalive
         self.segment = f"[{host}]:{raw.get_rpc_port()}" if ":" in host else f"{host}:{raw.get_rpc_port()}"
@@ -134,15 +148,33 @@ class Engine:
             self._raw = None  # the destructor
 
 
+def _listeners() -> Iterator[tuple[str, socket.socket]]:
+    """Every socket of this process that listens to a network: what names it as long as it lives, and a duplicate, which is closed afterwards. The
+    library gives none of its sockets out."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or no socket
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as duplicate:
+                    if duplicate.family != socket.AF_UNIX and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        yield link, duplicate
+
+
+def _keep_to_loopback(before: set[str]) -> None:
+    """Let nobody but this host reach the sockets that listen on all addresses and are not among `before`."""
+    for link, listener in _listeners():
+        if link not in before and listener.getsockname()[0] in WILDCARDS:
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")  # allowed to everybody since Linux 5.7
+            except PermissionError:
+                logger.warning("Mooncake's port %d is open to other hosts: this kernel lets only root bind it to loopback", listener.getsockname()[1])
+
+
 def _hurry_listener(port: int) -> None:
     """Let the thread that accepts on `port`, one of this process's, look around every WAKE_POLL_S instead of every second, and wake it
-    once so that it begins. The socket is the library's: it is found among this process's descriptors."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as candidate:
-                if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and candidate.getsockname()[1] == port:
-                    candidate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(WAKE_POLL_S * 1e6)))
-                    socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-                    return
+    once so that it begins."""
+    for _, listener in _listeners():
+        if listener.getsockname()[1] == port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(WAKE_POLL_S * 1e6)))
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1.0).close()

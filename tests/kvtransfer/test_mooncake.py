@@ -150,6 +150,17 @@ def test_nodes_of_different_protocols_do_not_meet(nodes: Callable[..., Node]) ->
         here.backend.connect(here.peer, theirs)
 
 
+def test_an_engine_on_loopback_listens_to_this_host_alone(nodes: Callable[..., Node]) -> None:
+    here, there = joined(nodes(), nodes())
+    assert here.wait(here.post("WRITE", there.peer, [0], [0])) == [None]
+    devices = [
+        listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+        for _, listener in mooncake_engine._listeners()
+        if listener.getsockname()[0] in mooncake_engine.WILDCARDS
+    ]
+    assert devices == [b"lo\0"] * 4, "two of each engine"
+
+
 # ---- descriptors -------------------------------------------------------------------------------------------------------------
 
 
