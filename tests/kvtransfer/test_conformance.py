@@ -76,6 +76,23 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     made.close()
 
 
+@pytest.fixture(scope="module", params=sorted(HARNESSES))
+def lasting_pair(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
+    made = World(HARNESSES[request.param]())
+    yield made.pair()
+    made.close()
+
+
+@pytest.fixture
+def pair(lasting_pair: tuple[Node, Node]) -> tuple[Node, Node]:
+    """Two nodes as World.pair() makes them, for tests that leave them joined: a few libraries take a second to make two."""
+    for seed, node in enumerate(lasting_pair, 1):
+        node.fill(seed)
+        assert node.backend.poll() == []
+        node.completed.clear()
+    return lasting_pair
+
+
 across_processes = pytest.mark.parametrize("world", backends_with(Trait.JOINS_PROCESSES), indirect=True)
 
 
@@ -95,8 +112,8 @@ LAYOUTS: dict[str, Callable[[np.random.Generator], tuple[list[int], list[int]]]]
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_exactly_the_named_pages_move(world: World, op: Op, layout: str) -> None:
-    here, there = world.pair()
+def test_exactly_the_named_pages_move(pair: tuple[Node, Node], op: Op, layout: str) -> None:
+    here, there = pair
     local, remote = LAYOUTS[layout](np.random.default_rng(7))
     expected_here, expected_there = here.pool.copy(), there.pool.copy()
     if op == "WRITE":
@@ -109,8 +126,8 @@ def test_exactly_the_named_pages_move(world: World, op: Op, layout: str) -> None
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_no_pages_complete_at_once(world: World, op: Op) -> None:
-    here, there = world.pair()
+def test_no_pages_complete_at_once(pair: tuple[Node, Node], op: Op) -> None:
+    here, there = pair
     ticket = here.post(op, there.peer, [], [])
     assert [completion.ticket for completion in here.backend.poll()] == [ticket]
 
@@ -148,8 +165,8 @@ def test_pages_larger_than_any_socket_buffer(world: World) -> None:
     assert digest(here.pool[1]) == digest(there.pool[3])
 
 
-def test_many_tickets_in_flight_complete_once_each(world: World) -> None:
-    here, there = world.pair()
+def test_many_tickets_in_flight_complete_once_each(pair: tuple[Node, Node]) -> None:
+    here, there = pair
     source = here.pool.copy()
     order = np.random.default_rng(5).permutation(NUM_PAGES)
     tickets = [here.post("WRITE", there.peer, [int(page)], [page_position]) for page_position, page in enumerate(order)]
@@ -161,8 +178,8 @@ def test_many_tickets_in_flight_complete_once_each(world: World) -> None:
     assert digest(there.pool) == digest(source[order])
 
 
-def test_completed_writes_are_visible(world: World) -> None:
-    here, there = world.pair()
+def test_completed_writes_are_visible(pair: tuple[Node, Node]) -> None:
+    here, there = pair
     for round_number in range(100):
         here.pool[:] = round_number
         assert here.wait(here.post("WRITE", there.peer, range(NUM_PAGES), range(NUM_PAGES))) == [None]
@@ -200,8 +217,8 @@ def test_both_sides_write_and_read_at_once(world: World) -> None:
         assert digest(node.pool[6:8]) == digest(source[2:4])
 
 
-def test_completion_fd_is_readable_while_completions_wait(world: World) -> None:
-    here, there = world.pair()
+def test_completion_fd_is_readable_while_completions_wait(pair: tuple[Node, Node]) -> None:
+    here, there = pair
     fd = here.backend.completion_fd()
     assert select.select([fd], [], [], 0)[0] == []
     tickets = [here.post("WRITE", there.peer, [page], [page]) for page in range(10)]
@@ -209,6 +226,7 @@ def test_completion_fd_is_readable_while_completions_wait(world: World) -> None:
     assert select.select([fd], [], [], 0)[0] == []
     here.post("WRITE", there.peer, [], [])
     assert select.select([fd], [], [], 0)[0] == [fd]
+    here.collect()
 
 
 # ---- bad calls ---------------------------------------------------------------------------------------------------------------
@@ -224,8 +242,8 @@ def test_completion_fd_is_readable_while_completions_wait(world: World) -> None:
         (np.array([0], np.int32), np.array([[0]], np.int32), r"remote pages are int32\[1, 1\]"),
     ],
 )
-def test_bad_local_arguments_raise_and_post_nothing(world: World, local: np.ndarray, remote: np.ndarray, sentence: str) -> None:
-    here, there = world.pair()
+def test_bad_local_arguments_raise_and_post_nothing(pair: tuple[Node, Node], local: np.ndarray, remote: np.ndarray, sentence: str) -> None:
+    here, there = pair
     before = digest(there.pool)
     with pytest.raises(ValueError, match=sentence):
         here.backend.post("WRITE", there.peer, local, remote)
@@ -235,8 +253,8 @@ def test_bad_local_arguments_raise_and_post_nothing(world: World, local: np.ndar
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("page", [-1, NUM_PAGES, 2**31 - 1])
-def test_a_remote_page_that_does_not_exist_fails_its_ticket_alone(world: World, op: Op, page: int) -> None:
-    here, there = world.pair()
+def test_a_remote_page_that_does_not_exist_fails_its_ticket_alone(pair: tuple[Node, Node], op: Op, page: int) -> None:
+    here, there = pair
     before = digest(here.pool), digest(there.pool)
     (error,) = here.wait(here.post(op, there.peer, [0, 1], [0, page]))
     assert f"page {page}" in str(error)
@@ -387,7 +405,7 @@ def test_a_peer_restarted_behind_its_address_is_another_peer(world: World) -> No
     assert new.digest([2, 3]) == digest(here.pool[[0, 1]])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_interleaving_completes_every_ticket_once(world: World, seed: int) -> None:
     rng = np.random.default_rng(seed)
     pair = world.pair(NUM_PAGES, 4096)
