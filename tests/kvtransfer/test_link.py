@@ -19,11 +19,12 @@ from kvtransfer.protocol import (
     Hello,
     HelloAck,
     HelloBody,
+    Withdraw,
     hello,
     hello_ack,
     hello_refusal,
 )
-from kvtransfer.settings import TransferSettings
+from kvtransfer.settings import TICK_S, TransferSettings
 
 P, D = PeerId("p-process"), PeerId("d-process")
 HOME = Address("p.example", 8998)
@@ -201,6 +202,70 @@ def test_a_silent_peer_is_lost_after_the_timeout_and_not_before() -> None:
     assert p.links.next_due_s() == float("inf") or p.links.next_due_s() >= 5.0
 
 
+def late_ticks(links: AcceptedLinks | DialledLinks, until_s: float) -> float | None:
+    """Run the timers, each as late as timers may be; when the peer was lost."""
+    while (due_s := links.next_due_s()) <= until_s:
+        links.tick(due_s + TICK_S)
+        if any(isinstance(news, PeerLost) for news in links.news):
+            return due_s + TICK_S
+    return None
+
+
+@pytest.mark.parametrize("peer_timeout_s", [0.1, 1.0, 3.0])
+def test_silence_is_noticed_within_the_peer_timeout_timers_and_all(peer_timeout_s: float) -> None:
+    p, d = Accepting(peer_timeout_s=peer_timeout_s), Dialling(peer_timeout_s=peer_timeout_s)
+    p.say_hello(now_s=0.0)
+    link = d.up(now_s=0.0)
+    heard_s = peer_timeout_s / 2
+    p.receive(b"r1", Heartbeat(D, P), heard_s)
+    d.links.on_frame(link, frame(Heartbeat(P, D, sent_s=8.0)), heard_s)
+    for links in (p.links, d.links):
+        lost_s = late_ticks(links, 10.0)
+        assert lost_s is not None
+        assert heard_s + 0.8 * peer_timeout_s < lost_s <= heard_s + peer_timeout_s + 1e-9
+
+
+@pytest.mark.parametrize("peer_timeout_s", [0.1, 0.6, 3.0])
+def test_six_heartbeats_go_into_a_peer_timeout_of_either_side(peer_timeout_s: float) -> None:
+    p, d = Accepting(peer_timeout_s=peer_timeout_s), Dialling(peer_timeout_s=peer_timeout_s)
+    p.say_hello(now_s=0.0)
+    d.up(now_s=0.0)
+    for node in (p, d):
+        assert node.links.next_due_s() <= peer_timeout_s / 6
+    asked = HelloBody(COMPAT, p.peer_backend.describe(), settings(peer_timeout_s=peer_timeout_s).beat_s, peer_timeout_s)
+    patient = Accepting()
+    patient.receive(b"r1", hello(D, asked))
+    patient.wire.take(b"r1")
+    assert patient.links.next_due_s() <= max(peer_timeout_s / 6, 0.01)
+
+
+def test_p_may_post_while_what_it_said_is_echoed_in_time() -> None:
+    p = Accepting()
+    [ack] = p.say_hello(now_s=10.0)
+    assert not p.links.may_post(D, 10.0)
+    p.receive(b"r1", Heartbeat(D, P, echo_s=10.0), 10.1)
+    assert p.links.may_post(D, 12.9)
+    assert not p.links.may_post(D, 13.0)
+    p.receive(b"r1", CANCEL, 12.9)  # heard of D, but nothing of what D heard
+    assert not p.links.may_post(D, 13.0)
+    p.links.tick(10.5)
+    [beat] = p.wire.take(b"r1")
+    p.receive(b"r1", Heartbeat(D, P, echo_s=beat.sent_s), 13.1)
+    assert p.links.may_post(D, 13.1)
+    p.links.lose(D, "test", 13.2)
+    assert not p.links.may_post(D, 13.2)
+    assert ack.ok
+
+
+def test_a_withdrawal_passes_without_a_link() -> None:
+    p = Accepting()
+    said = Withdraw(room=1, sender="d-refused", receiver=P, failure=Failure(503, "no"))
+    assert p.receive(b"r9", said) == ("d-refused", said)
+    assert p.receive(b"r9", Withdraw(room=1, sender="d-refused", receiver="former-p", failure=Failure(503, "no"))) is None
+    assert p.wire.take(b"r9") == []
+    assert p.links.snapshot() == []
+
+
 def test_heartbeats_go_out_while_a_link_exists_and_as_often_as_either_side_wants() -> None:
     p = Accepting(heartbeat_s=10.0)
     p.say_hello(now_s=0.0)
@@ -229,8 +294,8 @@ def test_a_route_that_is_gone_is_found_by_a_probe() -> None:
 class Dialling:
     """D's links; the test plays the prefill nodes."""
 
-    def __init__(self, **changes: Any) -> None:
-        self.fabric = MemoryFabric()
+    def __init__(self, fence_delay_s: float = 0.0, **changes: Any) -> None:
+        self.fabric = MemoryFabric(fence_delay_s=fence_delay_s)
         self.wire = RecordingDialWire()
         self.backend, _ = registered_backend(self.fabric)
         self.settings: TransferSettings = settings(**changes)
@@ -454,6 +519,75 @@ def test_a_send_that_fails_loses_the_peer_at_the_next_tick() -> None:
     d.links.tick(0.0)
     assert d.links.news == [PeerLost(P, "its connection ended")]
     assert d.links.next_due_s() == float("inf")
+
+
+def test_the_newest_that_was_heard_of_p_is_echoed() -> None:
+    d = Dialling()
+    link = d.up()
+    for sent_s in (9.0, 8.5):  # the older one was late
+        d.links.on_frame(link, frame(Heartbeat(P, D, sent_s=sent_s)), 0.1)
+    d.links.tick(0.25)
+    assert d.wire.take(link) == [Heartbeat(D, P, echo_s=9.0)]
+    d.links.on_disconnected(link, "gone", 1.0)
+    d.links.reach(HOME, 1.0)
+    d.ack(2)
+    assert d.wire.take(2)[1:] == [Heartbeat(D, P, echo_s=7.5)]  # of the new link's HelloAck
+
+
+@pytest.mark.parametrize("fence_delay_s", [0.0, 2.0])
+def test_a_fence_is_asked_when_the_lease_is_over_unless_the_backend_bars_p_itself(fence_delay_s: float) -> None:
+    d = Dialling(fence_delay_s=fence_delay_s)
+    link = d.up(now_s=0.0)
+    d.links.on_frame(link, frame(Heartbeat(P, D, sent_s=8.0)), 4.0)
+    d.links.on_disconnected(link, "gone", 5.0)
+    [lost] = d.links.news
+    assert isinstance(lost, PeerLost)
+    assert lost.fence.delay_s == (pytest.approx(4.0 + d.settings.silent_s - 5.0 + 2.0) if fence_delay_s else 0.0)
+
+
+def test_a_refused_node_is_told_of_withdrawn_rooms_until_the_next_hello() -> None:
+    d = Dialling(refused_retry_s=5.0)
+    no = Failure(503, "no")
+    assert not d.links.withdraw(HOME, 1, no)
+    d.links.reach(HOME, 0.0)
+    assert not d.links.withdraw(HOME, 1, no)
+    assert d.links.is_dialling(HOME)
+    d.links.on_frame(1, frame(hello_refusal(P, "page size")), 1.0)
+    assert d.links.withdraw(HOME, 1, no)
+    assert d.wire.take(1)[1:] == [Withdraw(room=1, sender=D, receiver=P, failure=no)]
+    d.links.on_frame(1, frame(TOKEN), 2.0)
+    assert d.state() == "refused"
+    d.links.tick(6.0)
+    assert 1 in d.wire.closed
+    assert not d.links.withdraw(HOME, 2, no)
+    assert d.links.reach(HOME, 6.0) is None
+
+
+def test_a_refused_node_that_ends_is_dialled_by_the_next_offer() -> None:
+    d = Dialling(refused_retry_s=1000.0)
+    d.links.reach(HOME, 0.0)
+    d.links.on_frame(1, frame(hello_refusal(P, "page size")), 0.0)
+    d.links.news.clear()
+    d.links.on_disconnected(1, "its connection ended", 1.0)
+    assert (d.links.news, d.state()) == ([], "down")
+    assert d.links.reach(HOME, 1.0) is None
+    d.ack(2)
+    assert d.links.reach(HOME, 1.0) == P
+
+
+def test_a_withdrawal_goes_by_the_link_of_the_process_whatever_its_name() -> None:
+    d = Dialling()
+    link = d.up()
+    name = Address("alias", 8998)
+    d.links.reach(name, 0.0)
+    d.ack(2)
+    for address in (HOME, name):
+        assert d.links.withdraw(address, 1, Failure(503, "no"))
+    assert [type(message) for message in d.wire.take(link)] == [Withdraw, Withdraw]
+    d.wire.gone.add(link)
+    d.links.withdraw(HOME, 1, Failure(503, "no"))
+    d.links.tick(1.0)
+    assert isinstance(d.links.news[-1], PeerLost)
 
 
 # ---- both ----------------------------------------------------------------------------------------------------------------------

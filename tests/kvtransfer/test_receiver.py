@@ -1,16 +1,19 @@
 """D's rooms: the test plays the scheduler and the prefill nodes."""
 
+import logging
+import zlib
 from typing import Any
 
+import numpy as np
 import pytest
-from transfer_sim import UNIX_OFFSET_S, EventLog, RecordingDialWire, frame, pages, registered_backend, settings
+from transfer_sim import NUM_PAGES, PAGE_NBYTES, UNIX_OFFSET_S, EventLog, RecordingDialWire, frame, pages, registered_backend, settings
 
 from common.errors import Failure
-from kvtransfer.backend import PeerId
+from kvtransfer.backend import PeerId, Region
 from kvtransfer.events import Delivered, FirstToken, PagesReturned, RoomFailed
 from kvtransfer.link import Address
 from kvtransfer.memory import MemoryFabric
-from kvtransfer.protocol import Cancel, Closed, Heartbeat, HelloBody, Offer, hello_ack, hello_refusal, pack_pages
+from kvtransfer.protocol import Cancel, Closed, Heartbeat, HelloBody, Offer, Withdraw, hello_ack, hello_refusal, pack_pages
 from kvtransfer.protocol import FirstToken as FirstTokenMessage
 from kvtransfer.receiver import Receiver
 
@@ -26,8 +29,9 @@ class Node:
         self.now_s = 100.0
         self.fabric = MemoryFabric(fence_delay_s=fence_delay_s)
         self.wire = RecordingDialWire()
-        self.backend, _ = registered_backend(self.fabric)
-        self.receiver = Receiver(settings(**changes), D, self.wire, self.backend)
+        self.backend, self.pool = registered_backend(self.fabric)
+        region = Region(self.pool.ctypes.data, NUM_PAGES, PAGE_NBYTES, "cpu", self.pool)
+        self.receiver = Receiver(settings(region=region, **changes), D, self.wire, self.backend)
         self.log = EventLog()
         self.peer_backend, _ = registered_backend(self.fabric)
         self.peer_backend.connect(D, self.backend.describe())
@@ -53,6 +57,13 @@ class Node:
         self.receiver.offer(room, address, 9, b"digest", 1, pages(21, 22), deadline_s, deadline_s + UNIX_OFFSET_S, self.now_s)
         self.step()
 
+    def acknowledge_room_with_rid(self, rid: str) -> None:
+        self.log.open(1)
+        deadline_s = self.now_s + 60.0
+        self.receiver.offer(1, HOME, 9, b"digest", 1, pages(21, 22), deadline_s, deadline_s + UNIX_OFFSET_S, self.now_s, rid=rid)
+        self.step()
+        self.acknowledge()
+
     def abort(self, room: int = 1) -> None:
         self.log.aborted.add(room)
         self.receiver.abort(room, GONE, self.now_s)
@@ -74,8 +85,15 @@ class Node:
     def token(self, attempt: int = 1, room: int = 1, sender: str = P) -> None:
         self.receive(FirstTokenMessage(room=room, attempt=attempt, sender=sender, receiver=D, token_id=42, num_cached_tokens=4))
 
-    def closed(self, status: Any, failure: Failure | None = None, attempt: int = 1, room: int = 1) -> None:
-        self.receive(Closed(room=room, attempt=attempt, sender=P, receiver=D, status=status, failure=failure))
+    def closed(self, status: Any, failure: Failure | None = None, attempt: int = 1, room: int = 1, page_digests: bytes = b"") -> None:
+        self.receive(Closed(room=room, attempt=attempt, sender=P, receiver=D, status=status, failure=failure, page_digests=page_digests))
+
+    def withdraw(self, room: int = 9, address: Address = HOME) -> None:
+        self.receiver.withdraw(room, address, NO_MEMORY, self.now_s)
+        self.step()
+
+    def withdrawn(self, link: int = 1) -> list[Withdraw]:
+        return [message for message in self.wire.take(link) if isinstance(message, Withdraw)]
 
     # ---- what came of it
 
@@ -332,6 +350,168 @@ def test_an_offer_to_a_refused_node_fails_at_once() -> None:
     node.offer(room=2)
     [failed, returned] = node.events(2)
     assert (failed.failure.code, returned) == ("incompatible_peer", PagesReturned(2))
+
+
+# ---- withdrawn rooms -----------------------------------------------------------------------------------------------------------
+
+
+def withdrawal(room: int, failure: Failure) -> Withdraw:
+    return Withdraw(room=room, sender=D, receiver=P, failure=failure)
+
+
+def test_a_withdrawal_leaves_by_the_link_that_is_there() -> None:
+    node = Node()
+    node.reach("offered")
+    node.withdraw()
+    assert node.withdrawn() == [withdrawal(9, NO_MEMORY)]
+    assert node.rooms() == {"offered": 1}
+
+
+def test_a_withdrawal_dials_and_leaves_with_the_link() -> None:
+    node = Node()
+    node.withdraw()
+    assert node.wire.opened == [HOME]
+    assert node.withdrawn() == []
+    node.acknowledge()
+    assert node.withdrawn() == [withdrawal(9, NO_MEMORY)]
+    assert node.receiver._withdrawals == []
+
+
+def test_a_withdrawal_that_cannot_be_told_is_dropped_and_said_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node()
+    with caplog.at_level(logging.DEBUG, "kvtransfer.receiver"):
+        node.withdraw()
+        node.disconnect()
+        node.withdraw(address=Address("", 1))
+    assert [record.levelname for record in caplog.records if "is not withdrawn" in record.getMessage()] == ["DEBUG", "DEBUG"]
+    assert node.receiver._withdrawals == []
+    assert node.wire.opened == [HOME]
+
+
+def test_withdrawals_that_wait_for_their_links_are_bounded() -> None:
+    node = Node(max_rooms=3)
+    for room in range(10):
+        node.withdraw(room)
+    assert len(node.receiver._withdrawals) == 3
+
+
+@pytest.mark.parametrize("how", ["hello refused", "description refused"])
+def test_a_refused_node_hears_of_its_rooms_by_that_very_connection(how: str) -> None:
+    node = Node()
+    for room in (1, 2):
+        node.offer(room=room)
+    if how == "hello refused":
+        node.receive(hello_refusal(P, "page size: 16 here, 4 at the peer"))
+    else:
+        node.receive(hello_ack(P, HelloBody(settings().compat, b"of another backend", 0.5, 3.0)))
+    node.offer(room=3)  # fails at once, while the refusal holds
+    told = node.withdrawn()
+    failures = [node.events(room)[0].failure for room in (1, 2, 3)]
+    assert told == [withdrawal(room, failure) for room, failure in zip((1, 2, 3), failures, strict=True)]
+    assert {failure.code for failure in failures} == {"incompatible_peer"}
+    assert 1 not in node.wire.closed
+    node.step(5.1)
+    assert 1 in node.wire.closed
+
+
+@pytest.mark.parametrize("why", ["abort", "deadline"])
+def test_a_room_that_ends_before_it_was_offered_is_withdrawn_when_the_link_is_up(why: str) -> None:
+    node = Node(peer_timeout_s=1000.0)
+    node.reach("pending")
+    if why == "abort":
+        node.abort()
+    else:
+        node.step(60.1)
+    node.acknowledge()
+    [told] = node.withdrawn()
+    assert (told.room, told.failure.code) == (1, "cancelled" if why == "abort" else "deadline_exceeded")
+
+
+def test_a_refused_dial_does_not_keep_the_next_offer_from_its_node() -> None:
+    node = Node()
+    node.reach("pending")
+    node.disconnect()
+    node.offer(room=2)
+    node.acknowledge(2)
+    assert [type(message) for message in node.sent(2)] == [Offer]
+
+
+# ---- checksums -----------------------------------------------------------------------------------------------------------------
+
+
+def digests(node: Node, *dst_pages: int) -> bytes:
+    return np.array([zlib.crc32(node.pool[page].tobytes()) for page in dst_pages], "<u4").tobytes()
+
+
+def test_pages_that_arrived_whole_are_delivered() -> None:
+    node = Node(digest=True)
+    node.offer()
+    node.acknowledge()
+    [offer] = node.sent()
+    assert isinstance(offer, Offer)
+    assert offer.digest
+    node.token()
+    node.closed("DELIVERED", page_digests=digests(node, 21, 22))
+    assert node.events()[-1] == Delivered(1)
+
+
+def test_a_damaged_page_fails_the_room_and_returns_its_pages() -> None:
+    node = Node(digest=True)
+    node.reach("offered")
+    node.token()
+    sent = digests(node, 21, 22)
+    node.pool[22, 3] ^= 1
+    node.closed("DELIVERED", page_digests=sent)
+    [_, failed, returned] = node.events()
+    assert (failed.failure.status, failed.failure.code, failed.failure.stage, returned) == (503, "corrupt_kv", "transfer", PagesReturned(1))
+    assert failed.failure.message.startswith("KV page 2 of the prompt (page 22 of the pool) arrived damaged")
+    stats = node.receiver.stats()
+    assert (stats["transfer_corrupt_pages_total"], stats['transfer_failures_total{cause="corrupt_kv"}']) == (1, 1)
+
+
+@pytest.mark.parametrize("sent", [b"", bytes(4), bytes(7), bytes(12)])
+def test_checksums_that_do_not_fit_the_pages_fail_the_room(sent: bytes) -> None:
+    node = Node(digest=True)
+    node.reach("offered")
+    node.token()
+    node.closed("DELIVERED", page_digests=sent)
+    assert node.events()[1].failure.code == "protocol_error"
+
+
+def test_pages_of_a_room_that_was_given_up_are_not_compared() -> None:
+    node = Node(digest=True)
+    node.reach("quarantine")
+    node.closed("DELIVERED", page_digests=bytes(8))
+    assert node.events() == [PagesReturned(1)]
+    assert node.receiver.stats()["transfer_corrupt_pages_total"] == 0
+
+
+# ---- what is said and counted --------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_room_is_one_line_with_room_request_peer_stage_and_cause(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node()
+    node.acknowledge_room_with_rid("cmpl-17")
+    node.receiver.fail(1, NO_MEMORY, node.now_s)
+    node.step()
+    node.closed("ABORTED", NO_MEMORY)
+    [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line == "room 1, request cmpl-17, peer p.example:8998: failed in prefill: out of pages (overloaded)"
+
+
+def test_waits_and_peers_are_counted() -> None:
+    node = Node()
+    node.reach("offered")
+    node.step(1.5)
+    node.token()
+    node.step(0.5)
+    node.closed("DELIVERED")
+    node.step(1.0)
+    stats = node.receiver.stats()
+    assert (stats["transfer_offer_wait_seconds_total"], stats["transfer_offer_waits_total"]) == (1.5, 1)
+    assert (stats["transfer_wait_seconds_total"], stats["transfer_waits_total"]) == (0.5, 1)
+    assert stats['transfer_peers{state="up"}'] == 1
+    assert stats["transfer_heartbeat_age_seconds"] == 1.0
 
 
 # ---- stale and forged ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """P's rooms: the test plays the scheduler, one or two decode nodes, and the backend's pace."""
 
+import itertools
+import logging
+import zlib
 from typing import Any
 
 import numpy as np
@@ -7,17 +10,19 @@ import pytest
 from transfer_sim import PAGE_NBYTES, UNIX_OFFSET_S, EventLog, RecordingAcceptWire, frame, pages, registered_backend, settings
 
 from common.errors import Failure
-from kvtransfer.backend import PeerId
+from kvtransfer.backend import PeerId, PeerUnknown, Region, TransferError
 from kvtransfer.events import Delivered, OfferJoined, PagesReturned, RoomFailed
 from kvtransfer.machine import IllegalTransition
 from kvtransfer.memory import MemoryBackend, MemoryFabric
-from kvtransfer.protocol import Cancel, Closed, FirstToken, Heartbeat, HelloAck, HelloBody, Offer, hello, pack_pages
+from kvtransfer.protocol import Cancel, Closed, FirstToken, Heartbeat, HelloAck, HelloBody, Offer, Withdraw, hello, pack_pages
 from kvtransfer.sender import MAX_ENDED, Sender
+from kvtransfer.writes import LEAST_POLL_S
 
 P, D, D2 = PeerId("p-process"), PeerId("d-process"), PeerId("d-other")
 ROUTES = {D: b"route-d", D2: b"route-d2"}
 GONE = Failure(499, "the client is gone", code="cancelled", stage="decode")
 NO_MEMORY = Failure(503, "out of pages", code="overloaded", stage="prefill")
+NO_PAGES = Failure(504, "no pages in time", code="deadline_exceeded", stage="decode")
 PROMPT_PAGES = pages(10, 11, 12)  # 9 tokens, 4 a page
 
 
@@ -28,7 +33,8 @@ class Node:
         self.wire = RecordingAcceptWire()
         self.backend, self.pool = registered_backend(self.fabric)
         self.pool[:] = np.arange(len(self.pool))[:, None]
-        fixed = settings(**{"post_tokens": 1, **changes})
+        region = Region(self.pool.ctypes.data, len(self.pool), PAGE_NBYTES, "cpu", self.pool)
+        fixed = settings(**{"post_tokens": 1, "region": region, **changes})
         self.peer_timeout_s = fixed.peer_timeout_s
         self.sender = Sender(fixed, P, self.wire, self.backend, lambda unix_s: unix_s - UNIX_OFFSET_S, lambda: self.now_s)
         self.log = EventLog()
@@ -71,8 +77,8 @@ class Node:
         self.sender.expect(room, num_tokens, digest, self.now_s + timeout_s, self.now_s)
         self.step()
 
-    def send_pages(self, room: int = 1, first_page: int = 0, local: np.ndarray = PROMPT_PAGES) -> None:
-        self.sender.send_pages(room, first_page, local, self.now_s)
+    def send_pages(self, room: int = 1, first_page: int = 0, local: np.ndarray = PROMPT_PAGES, ready: Any = None) -> None:
+        self.sender.send_pages(room, first_page, local, self.now_s, ready)
         self.step()
 
     def token(self, room: int = 1) -> None:
@@ -98,6 +104,9 @@ class Node:
             "deadline_unix_s": self.now_s + UNIX_OFFSET_S + timeout_s,
         }
         self.receive(peer, Offer(room=room, attempt=attempt, sender=peer, receiver=P, **{**fields, **changes}))
+
+    def withdraw(self, room: int = 1, peer: PeerId = D) -> None:
+        self.receive(peer, Withdraw(room=room, sender=peer, receiver=P, failure=NO_PAGES))
 
     def cancel(self, room: int = 1, peer: PeerId = D, attempt: int = 1) -> None:
         self.receive(peer, Cancel(room=room, attempt=attempt, sender=peer, receiver=P, failure=GONE))
@@ -428,6 +437,374 @@ def test_what_the_scheduler_says_before_it_knows_of_the_end_is_passed_over(state
         late()
     assert node.to() == []
     assert node.events() == [OfferJoined(1, 0), RoomFailed(1, GONE), PagesReturned(1)]
+
+
+# ---- when pages leave ----------------------------------------------------------------------------------------------------------
+
+
+class Event:
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_pages_gather_until_they_are_worth_a_post_or_all_are_here() -> None:
+    node = Node(post_tokens=8)
+    node.meet()
+    node.fabric.hold()
+    node.send_pages(local=PROMPT_PAGES[:1])
+    assert node.fabric.in_flight == []
+    node.send_pages(first_page=1, local=PROMPT_PAGES[1:2])
+    assert [transfer.local_pages.tolist() for transfer in node.fabric.in_flight] == [[10, 11]]
+    node.send_pages(first_page=2, local=PROMPT_PAGES[2:])
+    node.token()
+    node.fabric.resume()
+    node.finish()
+    assert [type(message) for message in node.to()] == [FirstToken, Closed]
+    assert node.peer_pools[D][20:23, 0].tolist() == [10, 11, 12]
+    stats = node.sender.stats()
+    assert (stats["transfer_posts_total"], stats["transfer_descriptors_total"], stats["transfer_pages_total"]) == (2, 2, 3)
+
+
+def test_a_room_that_fails_drops_what_it_gathered() -> None:
+    node = Node(post_tokens=1000)
+    node.meet()
+    node.send_pages()
+    node.cancel()
+    assert node.closed().status == "ABORTED"
+    assert node.events()[-1] == PagesReturned(1)
+    assert node.sender.stats()["transfer_posts_total"] == 0
+
+
+def test_pages_are_posted_when_their_event_has_passed_and_not_before() -> None:
+    node = Node()
+    node.meet()
+    node.fabric.hold()
+    event = Event()
+    node.send_pages(local=PROMPT_PAGES[:2], ready=event)
+    node.send_pages(first_page=2, local=PROMPT_PAGES[2:])
+    node.token()
+    node.finish()
+    assert node.fabric.in_flight == []
+    assert node.rooms() == {"sending": 1}
+    assert node.sender.next_due_s() == pytest.approx(node.now_s + LEAST_POLL_S)
+    node.step(0.02)
+    assert node.now_s + LEAST_POLL_S < node.sender.next_due_s() <= node.now_s + 0.002  # the longer it takes, the less often it is asked
+    event.passed = True
+    node.step()
+    assert [transfer.local_pages.tolist() for transfer in node.fabric.in_flight] == [[10, 11], [12]]
+    assert node.sender.next_due_s() > node.now_s + 0.01
+    node.fabric.resume()
+    node.step()
+    assert node.events()[-1] == Delivered(1)
+
+
+def test_a_room_whose_event_never_passes_ends_by_its_deadline_without_a_post() -> None:
+    node = Node(peer_timeout_s=1000.0)
+    node.meet()
+    event = Event()
+    node.send_pages(ready=event)
+    node.step(60.1)
+    assert node.closed().status == "FAILED"
+    assert node.events()[-1] == PagesReturned(1)
+    event.passed = True
+    node.step()
+    assert node.sender.stats()["transfer_posts_total"] == 0
+
+
+# ---- the lease -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_stood_still_posts_nothing_on_old_heartbeats() -> None:
+    """D has dropped it long ago. Heartbeats from before wait in its socket, and it was stopped in the middle of a step."""
+    node = Node()
+    node.meet()
+    waiting = []
+    for _ in range(6):
+        node.now_s += 0.5
+        node.sender.links.probe(node.now_s)
+        waiting.append(Heartbeat(D, P, echo_s=node.now_s))
+    time_of_the_step_s = node.now_s
+    node.now_s += 10.0
+    node.sender.send_pages(1, 0, PROMPT_PAGES, time_of_the_step_s)
+    for beat in waiting:
+        node.sender.on_frame(ROUTES[D], frame(beat), "10.0.0.9", node.now_s)
+        node.sender.tick(time_of_the_step_s)
+        assert node.sender.stats()["transfer_posts_total"] == 0
+    node.sender.links.lose(D, "it came back by another connection", node.now_s)
+    node.step()
+    assert [type(event) for event in node.events()] == [OfferJoined, RoomFailed, PagesReturned]
+    assert node.sender.stats()["transfer_posts_total"] == 0
+
+
+def test_pages_wait_for_an_echo_that_renews_the_lease() -> None:
+    node = Node()
+    node.meet()
+    for _ in range(7):  # D lives, but hears nothing
+        node.receive(D, Heartbeat(D, P, echo_s=100.0))
+        node.step(0.5)
+    node.send_pages()
+    node.token()
+    node.finish()
+    assert node.rooms() == {"sending": 1}
+    assert node.sender.stats()["transfer_posts_total"] == 0
+    node.echo()
+    node.step()
+    assert node.events()[-1] == Delivered(1)
+
+
+def test_a_peer_that_never_echoes_is_never_written_to() -> None:
+    node = Node()
+    stranger = PeerId("d-mute")
+    backend, _ = registered_backend(node.fabric)
+    body = HelloBody(settings().compat, backend.describe(), 0.5, 3.0)
+    node.sender.on_frame(b"route-mute", frame(hello(stranger, body)), None, node.now_s)
+    assert not node.sender.links.may_post(stranger, node.now_s)
+    assert node.sender.links.may_post(D, node.now_s)
+
+
+def test_a_new_link_of_the_same_process_starts_without_a_lease_and_its_old_rooms_are_over() -> None:
+    node = Node()
+    node.meet()
+    node.send_pages(local=PROMPT_PAGES[:1])
+    node.sender.on_frame(b"route-2", frame(hello(D, HelloBody(settings().compat, node.peers[D].describe(), 0.5, 3.0))), None, node.now_s)
+    node.send_pages(first_page=1, local=PROMPT_PAGES[1:])
+    assert [type(event) for event in node.events()] == [OfferJoined, RoomFailed, PagesReturned]
+    assert not node.sender.links.may_post(D, node.now_s)
+    assert node.sender.stats()["transfer_posts_total"] == 1
+
+
+# ---- posts that fail -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("error", "code", "status"), [
+    (TransferError("queue pair in error state"), "transfer_failed", 503),
+    (PeerUnknown("not connected"), "peer_lost", 503),
+    (ValueError("page 99 is outside the region"), "internal_error", 500),
+])  # fmt: skip
+def test_a_post_that_raises_fails_its_room_alone(monkeypatch: pytest.MonkeyPatch, error: Exception, code: str, status: int) -> None:
+    node = Node()
+    node.meet()
+    node.expect(room=2)
+    node.offer(room=2, dst_pages=pack_pages(pages(30, 31, 32)))
+    with monkeypatch.context() as patched:
+        patched.setattr(node.backend, "post", raising(error))
+        node.send_pages(room=1)
+    [_, failed, returned] = node.events()
+    assert (failed.failure.code, failed.failure.status, returned) == (code, status, PagesReturned(1))
+    assert str(error) in failed.failure.message
+    assert node.closed().failure == failed.failure
+    node.send_pages(room=2)
+    node.token(room=2)
+    node.finish(room=2)
+    assert node.events(2)[-1] == Delivered(2)
+
+
+def test_a_held_back_post_that_raises_fails_its_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    node.meet()
+    event = Event()
+    node.send_pages(ready=event)
+    event.passed = True
+    monkeypatch.setattr(node.backend, "post", raising(TransferError("no memory handles")))
+    node.step()
+    assert [type(event) for event in node.events()] == [OfferJoined, RoomFailed, PagesReturned]
+
+
+def raising(error: Exception) -> Any:
+    def post(*_: Any) -> None:
+        raise error
+
+    return post
+
+
+def test_a_pair_whose_write_failed_delivers_the_next_room() -> None:
+    node = Node()
+    node.fabric.fail_posts(1)
+    for room in (1, 2):
+        node.expect(room=room)
+        node.offer(room=room, attempt=room)
+        node.send_pages(room=room)
+        node.token(room=room)
+        node.finish(room=room)
+    assert [type(node.events(room)[-1]) for room in (1, 2)] == [PagesReturned, Delivered]
+
+
+# ---- checksums -----------------------------------------------------------------------------------------------------------------
+
+
+def test_delivered_carries_the_checksums_that_an_offer_asked_for() -> None:
+    node = Node()
+    node.meet(digest=True)
+    event = Event()
+    node.send_pages(local=PROMPT_PAGES[:2], ready=event)
+    node.pool[10] = 77  # the kernel goes on writing until the event has passed
+    event.passed = True
+    node.step()
+    node.send_pages(first_page=2, local=PROMPT_PAGES[2:])
+    node.token()
+    node.finish()
+    closed = node.to()[-1]
+    assert isinstance(closed, Closed)
+    sent = [zlib.crc32(node.pool[page].tobytes()) for page in (10, 11, 12)]
+    assert np.frombuffer(closed.page_digests, "<u4").tolist() == sent
+
+
+def test_an_offer_that_asks_for_checksums_of_pages_nobody_can_read_is_refused() -> None:
+    node = Node(region=None)
+    node.expect()
+    node.offer(digest=True)
+    assert (failure := node.closed().failure) is not None
+    assert failure.code == "bad_offer"
+
+
+def test_pages_that_are_none_fail_the_room_when_checksums_are_asked_for() -> None:
+    node = Node()
+    node.meet(digest=True)
+    node.send_pages(local=pages(10, 11, 10_000))
+    failed = node.events()[1]
+    assert (failed.failure.status, failed.failure.code) == (500, "internal_error")
+
+
+# ---- withdrawn rooms -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_whose_offer_will_not_come_ends_at_once_with_ds_cause() -> None:
+    node = Node()
+    node.expect()
+    node.withdraw()
+    assert node.events() == [RoomFailed(1, NO_PAGES), PagesReturned(1)]
+    assert node.rooms() == {}
+    assert node.to() == []
+
+
+def test_a_request_that_comes_after_its_withdrawal_ends_at_once() -> None:
+    node = Node()
+    node.withdraw()
+    assert node.rooms() == {}
+    node.expect()
+    assert node.events() == [RoomFailed(1, NO_PAGES), PagesReturned(1)]
+
+
+@pytest.mark.parametrize("state", [state for state in HELD if state != "await_offer"])
+def test_a_withdrawal_does_not_touch_a_room_that_has_its_offer(state: str) -> None:
+    node = Node()
+    node.reach(state)
+    node.withdraw()
+    node.withdraw(peer=D2)
+    assert node.rooms() == {state: 1}
+
+
+def test_a_withdrawal_needs_no_link_but_this_process() -> None:
+    node = Node()
+    node.expect()
+    for receiver in ("former-p", P):
+        message = Withdraw(room=1, sender="d-refused", receiver=receiver, failure=NO_PAGES)
+        node.sender.on_frame(b"route-of-nobody", frame(message), "10.0.0.7", node.now_s)
+        node.step()
+        assert node.wire.take(b"route-of-nobody") == []
+        assert (node.events() == []) == (receiver != P)
+
+
+def test_withdrawn_rooms_are_remembered_within_bounds() -> None:
+    node = Node()
+    for room in range(MAX_ENDED + 10):
+        node.sender.on_frame(ROUTES[D], frame(Withdraw(room=room, sender=D, receiver=P, failure=NO_PAGES)), None, node.now_s)
+    assert len(node.sender._ended) == MAX_ENDED
+
+
+# ---- messages in any order -----------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_that_comes_after_its_cancel_is_refused_and_never_written() -> None:
+    node = Node()
+    node.expect()
+    node.cancel()
+    assert node.closed().status == "REFUSED"
+    for _ in range(2):
+        node.offer()
+        assert (closed := node.closed()).status == "REFUSED"
+        assert closed.attempt == 1
+    assert node.rooms() == {"await_offer": 1}
+    node.offer(attempt=2)
+    assert node.rooms() == {"waiting": 1}
+
+
+def test_an_offer_that_was_refused_is_refused_when_it_comes_again_though_there_is_room_now() -> None:
+    """D has its pages back."""
+    node = Node(max_rooms=1)
+    node.offer(room=1)
+    node.offer(room=2)
+    assert node.closed().status == "REFUSED"
+    node.cancel(room=1)
+    node.to()
+    node.offer(room=2)
+    assert node.closed().status == "REFUSED"
+    assert node.rooms() == {}
+
+
+def test_the_memory_of_refused_offers_is_bounded() -> None:
+    node = Node()
+    for attempt in range(MAX_ENDED + 10):
+        node.cancel(room=7, attempt=attempt)
+    assert len(node.sender._refused) == MAX_ENDED
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["expect", "offer", "offer", "cancel"])), ids="-".join)
+def test_request_offer_and_cancel_in_any_order_end_the_offer_without_a_write(order: tuple[str, ...]) -> None:
+    node = Node()
+    for step in order:
+        getattr(node, step)()
+    answers = [message for message in node.to() if isinstance(message, Closed)]
+    assert {answer.attempt for answer in answers} == {1}
+    assert node.rooms() in ({}, {"await_offer": 1})
+    assert node.sender.stats()["transfer_posts_total"] == 0
+
+
+# ---- what is said and counted --------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_room_is_one_line_with_room_request_peer_stage_and_cause(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node()
+    node.log.open(1)
+    node.sender.expect(1, 9, b"digest", node.now_s + 60, node.now_s, rid="cmpl-17")
+    node.offer()
+    node.abort()
+    node.cancel()
+    [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line == "room 1, request cmpl-17, peer d-process: failed in prefill: out of pages (overloaded)"
+
+
+def test_a_room_that_its_client_gave_up_is_said_at_debug_only(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node()
+    with caplog.at_level(logging.DEBUG):
+        node.meet()
+        node.cancel()
+    assert [record.levelname for record in caplog.records if "room 1" in record.getMessage()] == ["DEBUG"]
+
+
+def test_waits_failures_and_peers_are_counted() -> None:
+    node = Node()
+    node.fabric.hold()
+    node.expect()
+    node.step(1.5)
+    node.offer()
+    node.send_pages()
+    node.token()
+    node.finish()
+    node.step(0.5)
+    node.fabric.resume()
+    node.step()
+    node.expect(room=2)
+    node.abort(room=2)
+    stats = node.sender.stats()
+    assert (stats["transfer_offer_wait_seconds_total"], stats["transfer_offer_waits_total"]) == (1.5, 1)
+    assert (stats["transfer_wait_seconds_total"], stats["transfer_waits_total"]) == (0.5, 1)
+    assert (stats["transfer_seconds_total"], stats["transfer_gigabytes_per_second"]) == (0.5, pytest.approx(3 * PAGE_NBYTES / 0.5 / 1e9))
+    assert stats['transfer_failures_total{cause="overloaded"}'] == 1
+    assert stats['transfer_peers{state="up"}'] == 2
+    assert stats["transfer_heartbeat_age_seconds"] == 2.0  # the other node's
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------------------------------
