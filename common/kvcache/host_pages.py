@@ -1,7 +1,8 @@
 """Pages copied to host memory and back. One allocation of fixed size, made at start: under memory pressure is no time to ask for more.
 
-On CUDA the memory is pinned, so that a copy is one DMA a page at the bus's speed. A call returns when the bytes are there: the
-pages it read may be written by a peer, and the slots it read be reused, right after it.
+For a pool on CUDA the memory is pinned, so that a copy is one DMA a page at the bus's speed. On the host it is taken when first
+written; huge pages made that first copy slower and later ones no faster. A call returns when the bytes are
+there: the pages it read may be written by a peer, and the slots it read be reused, right after it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ class HostPages:
     """Slots of host memory, each as large as a page of the pool."""
 
     def __init__(self, pool: torch.Tensor, num_slots: int) -> None:
-        """pool: [num_pages, ...], its first dimension the page. Raises RuntimeError: so much memory cannot be allocated."""
+        """pool: [num_pages, ...], its first dimension the page. Raises RuntimeError: there is no such memory."""
         self._pool = pool
         self._is_cuda = pool.device.type == "cuda"
         self._host = torch.empty((num_slots, *pool.shape[1:]), dtype=pool.dtype, pin_memory=self._is_cuda and num_slots > 0)
