@@ -38,13 +38,23 @@ def this_process() -> HostProcess:
     return HostProcess(boot_id, namespaces, os.getpid(), start_ticks)
 
 
+def is_here(process: HostProcess) -> bool:
+    """Whether this process sees `process`, if it still lives."""
+    ours = this_process()
+    return (process.boot_id, process.namespaces) == (ours.boot_id, ours.namespaces)
+
+
+def is_gone(process: HostProcess) -> bool:
+    """Surely ended. False for what cannot be seen from here."""
+    return is_here(process) and _state(process) is None
+
+
 def fence_of(process: HostProcess, delay_s: float, clock: Callable[[], float] = time.monotonic) -> Fence:
     """The fence of a disconnected peer. `delay_s`: how long what it has started may go on while it runs.
 
     On another host it passes after delay_s. On this one it passes at once when the process is gone, otherwise when it was not
     stopped whenever asked for delay_s: a stop that was over before the first question leaves its copy the same time."""
-    ours = this_process()
-    if (process.boot_id, process.namespaces) != (ours.boot_id, ours.namespaces):
+    if not is_here(process):
         return Fence(delay_s, lambda: True)
     return Fence(0.0, _SeenRunning(process, delay_s, clock).passed)
 
@@ -63,11 +73,8 @@ class _SeenRunning:
         return self._passed
 
     def _ask(self) -> bool:
-        try:
-            state, start_ticks = _state_and_start(self._process.pid)
-        except (FileNotFoundError, ProcessLookupError):
-            return not _exists(self._process.pid)
-        if start_ticks != self._process.start_ticks or (state in ENDED and _num_threads(self._process.pid) <= 1):
+        state = _state(self._process)
+        if state is None:
             return True
         if state in STOPPED:
             self._running_since_s = None
@@ -77,6 +84,16 @@ class _SeenRunning:
         return self._clock() - self._running_since_s >= self._delay_s
 
 
+def _state(process: HostProcess) -> str | None:
+    """As /proc/PID/stat has it; None: ended."""
+    try:
+        state, start_ticks = _state_and_start(process.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return STOPPED[0] if _exists(process.pid) else None
+    ended = start_ticks != process.start_ticks or (state in ENDED and _num_threads(process.pid) <= 1)
+    return None if ended else state
+
+
 def _state_and_start(pid: int) -> tuple[str, int]:
     """Fields 3 and 22 of /proc/PID/stat; field 2, the name, may hold blanks and brackets."""
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -84,7 +101,7 @@ def _state_and_start(pid: int) -> tuple[str, int]:
 
 
 def _exists(pid: int) -> bool:
-    """A /proc mounted with hidepid shows other users' processes to nobody; such a one keeps its fence closed until it is gone."""
+    """A /proc mounted with hidepid does not show other users' processes; one that may be stopped, for all we see, counts as stopped."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
