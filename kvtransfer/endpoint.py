@@ -42,7 +42,10 @@ from kvtransfer.sender import Sender
 from kvtransfer.settings import TransferSettings
 from kvtransfer.wire import DealerWire, RouterWire, ZmqContext, ZmqSocket
 
-__all__ = ["DecodeEndpoint", "Delivered", "Event", "FirstToken", "OfferJoined", "PagesReturned", "PrefillEndpoint", "RoomFailed", "TransferCrashed"]
+__all__ = [
+    "DecodeEndpoint", "Delivered", "Event", "FirstToken", "OfferJoined", "PagesReturned", "PrefillEndpoint", "Ready", "RoomFailed",
+    "TransferCrashed",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

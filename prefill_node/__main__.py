@@ -9,7 +9,7 @@ from kvtransfer.backend import Region
 from kvtransfer.endpoint import PrefillEndpoint
 from kvtransfer.protocol import VERSION
 from kvtransfer.start import start_transfer
-from prefill_node.scheduler import PrefillScheduler
+from prefill_node.scheduler import PrefillScheduler, no_event
 
 
 def main(payload: bytes, reporter: Reporter) -> None:
@@ -23,7 +23,8 @@ def main(payload: bytes, reporter: Reporter) -> None:
     endpoint = PrefillEndpoint(settings, backend, config.host, config.bootstrap_port)
     try:
         intake = Intake(engine.inbox, endpoint.wake_fd)
-        scheduler = PrefillScheduler(engine.work, intake, engine.outbox, endpoint, engine.limits)
+        ready_event = getattr(engine.runner, "ready_event", no_event)
+        scheduler = PrefillScheduler(engine.work, intake, engine.outbox, endpoint, engine.limits, ready_event)
         reporter.ready(
             incarnation=endpoint.incarnation,
             max_total_tokens=engine.max_total_tokens,

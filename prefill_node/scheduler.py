@@ -8,6 +8,7 @@ A request without a room is served here from prompt to end, as on a decode node.
 """
 
 import logging
+from collections.abc import Callable
 
 from common.errors import Failure
 from common.messages import Abort, Drain, Generate
@@ -19,21 +20,30 @@ from common.scheduling.pages import page_array
 from common.scheduling.request import Place, Request, non_finite_logits, prompt_digest
 from common.scheduling.table import RequestTable
 from common.scheduling.work import NON_FINITE, DecodePlan, Limits, Work
-from kvtransfer.endpoint import Delivered, Event, OfferJoined, PagesReturned, PrefillEndpoint, RoomFailed
+from kvtransfer.endpoint import Delivered, Event, OfferJoined, PagesReturned, PrefillEndpoint, Ready, RoomFailed
 
 logger = logging.getLogger(__name__)
 
 CANCELLED = Failure(499, "the prefill request was cancelled", code="cancelled", stage="prefill")
 
+ReadyEvent = Callable[[], Ready | None]  # an event behind everything launched so far; None: it has run, as on CPU it always has
+
+
+def no_event() -> None:
+    """For a runner whose launches have run when they return."""
+
 
 class PrefillScheduler:
-    def __init__(self, work: Work, intake: Intake, outbox: Outbox, endpoint: PrefillEndpoint, limits: Limits) -> None:
+    def __init__(
+        self, work: Work, intake: Intake, outbox: Outbox, endpoint: PrefillEndpoint, limits: Limits, ready_event: ReadyEvent = no_event
+    ) -> None:
         self._work = work
         self._pages = work.pages
         self._intake = intake
         self._outbox = outbox
         self._endpoint = endpoint
         self._limits = limits
+        self._ready_event = ready_event
         self._table = RequestTable()
         self._rooms: dict[int, Request] = {}  # until the endpoint is done with the room, answered or not
 
@@ -85,7 +95,8 @@ class PrefillScheduler:
             self._work.extending.add(request)
         else:
             room = request.bootstrap.room
-            if refusal := self._endpoint.expect(room, len(request.prompt_ids), prompt_digest(request.prompt_ids), request.deadline_unix_s):
+            digest = prompt_digest(request.prompt_ids)
+            if refusal := self._endpoint.expect(room, len(request.prompt_ids), digest, request.deadline_unix_s, request.rid):
                 self._outbox.failure(request, refusal)
             else:
                 request.place = Place.ROOM
@@ -117,7 +128,8 @@ class PrefillScheduler:
 
     def _ship(self, request: Request, first_page: int, stop_page: int) -> None:
         if request.bootstrap is not None and stop_page > first_page:
-            self._endpoint.send_pages(request.bootstrap.room, first_page, page_array(request.pages[first_page:stop_page]))
+            pages = page_array(request.pages[first_page:stop_page])
+            self._endpoint.send_pages(request.bootstrap.room, first_page, pages, self._ready_event())
 
     def _retire_extend(self, plan: ExtendPlan, tokens: list[int]) -> None:
         sampled = iter(tokens)
