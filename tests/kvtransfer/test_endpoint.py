@@ -13,7 +13,7 @@ import zmq
 from endpoint_harness import NUM_PAGES, Child, Node, page_ids
 
 from common.errors import Failure, StartupError
-from kvtransfer.backend import PeerId
+from kvtransfer.backend import PeerId, TransferError
 from kvtransfer.endpoint import Delivered, FirstToken, OfferJoined, PagesReturned, RoomFailed, TransferCrashed
 from kvtransfer.memory import MemoryFabric
 from kvtransfer.protocol import MAX_FRAME_NBYTES, HelloBody, Offer, encode, hello, pack_pages
@@ -241,6 +241,100 @@ def test_a_node_bound_to_all_addresses_is_reached_where_it_is_seen(cluster: Clus
     for node in (p, d):
         cluster._add(node)
     transfer(p, d)
+
+
+def test_pages_gather_and_leave_with_the_end(cluster: Cluster) -> None:
+    p, d = cluster.prefill(post_tokens=1024), cluster.decode()
+    for room in (1, 2):
+        transfer(p, d, room)
+    stats = p.endpoint.stats()
+    assert (stats["transfer_posts_total"], stats["transfer_pages_total"], stats["transfer_descriptors_total"]) == (2, 6, 2)
+
+
+def test_pages_leave_once_their_event_has_passed(pair: tuple[Node, Node]) -> None:
+    p, d = pair
+    asked, passed = threading.Event(), threading.Event()
+
+    class Event:
+        def query(self) -> bool:
+            asked.set()
+            return passed.is_set()
+
+    expect(p)
+    offer(d, p)
+    assert p.event() == OfferJoined(1, 0)
+    p.endpoint.send_pages(1, 0, SRC, Event())
+    p.endpoint.send_first_token(1, 42, 4)
+    p.endpoint.finish(1)
+    assert d.event() == FirstToken(1, 42, 4)
+    for _ in range(3):
+        asked.clear()
+        assert asked.wait(10.0)
+    assert p.endpoint.stats()["transfer_posts_total"] == 0
+    passed.set()
+    assert [d.event(), p.event()] == [Delivered(1), Delivered(1)]
+
+
+# ---- checksums -----------------------------------------------------------------------------------------------------------------
+
+
+def test_checksums_of_both_nodes_agree(cluster: Cluster) -> None:
+    p, d = cluster.prefill(), cluster.decode(digest=True)
+    transfer(p, d)
+    transfer(p, d, room=2)
+    assert d.endpoint.stats()["transfer_corrupt_pages_total"] == 0
+
+
+def test_a_page_damaged_on_the_way_fails_the_request_and_the_pair_goes_on(cluster: Cluster) -> None:
+    p, d = cluster.prefill(), cluster.decode(digest=True)
+    cluster.fabric.hold()
+    expect(p)
+    offer(d, p)
+    assert p.event() == OfferJoined(1, 0)
+    compute(p)
+    assert d.event() == FirstToken(1, 42, 4)
+    eventually(lambda: len(cluster.fabric.in_flight) == 2, "nothing is written")
+    p.pool[SRC[1]] ^= 1  # after its checksum was taken
+    cluster.fabric.resume()
+    assert_failed(d, "corrupt_kv")
+    assert p.event() == Delivered(1)
+    transfer(p, d, room=2)
+
+
+# ---- withdrawn rooms -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_d_will_not_offer_ends_on_p_at_once(pair: tuple[Node, Node]) -> None:
+    p, d = pair
+    expect(p)
+    d.endpoint.withdraw(1, "127.0.0.1", p.endpoint.port, NO_MEMORY)  # dials
+    assert [p.event(), p.event()] == [RoomFailed(1, NO_MEMORY), PagesReturned(1)]
+    d.endpoint.withdraw(2, "127.0.0.1", p.endpoint.port, NO_MEMORY)
+    d.endpoint.withdraw(2**63, "127.0.0.1", p.endpoint.port, NO_MEMORY)
+    d.endpoint.withdraw(3, "127.0.0.1", closed_port(), NO_MEMORY)
+    transfer(p, d, room=4)
+    expect(p, 2)
+    assert [p.event(), p.event()] == [RoomFailed(2, NO_MEMORY), PagesReturned(2)]
+    assert_nothing_is_held(p, d)
+
+
+@pytest.mark.parametrize("refuses", ["p", "d"])
+def test_the_requests_of_a_pair_that_does_not_fit_end_on_both_nodes_at_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    p, d = cluster.prefill(), cluster.decode(compat_changes={"page_size": 8} if refuses == "p" else None)
+    if refuses == "d":
+
+        def refuse(peer: str, description: bytes) -> None:
+            raise TransferError("not this one")
+
+        monkeypatch.setattr(d.backend, "accept", refuse)
+    for room in (1, 2, 3):
+        expect(p, room)
+        offer(d, p, room)
+        for node in (d, p):
+            assert_failed(node, "incompatible_peer", room)
+    assert_nothing_is_held(p, d)
 
 
 # ---- aborts --------------------------------------------------------------------------------------------------------------------
@@ -630,6 +724,21 @@ def test_a_stopped_decode_node_is_lost_after_the_timeout_and_serves_again_when_i
     assert p.event() == OfferJoined(2, 0)
     compute(p, 2)
     assert [child.event(), child.event()] == ["FirstToken", "Delivered"]
+
+
+def test_a_stopped_prefill_node_that_goes_on_writes_nothing_of_what_it_was_asked_before(cluster: Cluster) -> None:
+    """Its scheduler handed pages over while D dropped it: the commands wait in the stopped process, as D's heartbeats do."""
+    p, d = cluster.child("prefill", 0, 1.0), cluster.tcp("decode", peer_timeout_s=1.0)
+    joined_with_child(p, d)
+    p.freeze()
+    p.tell("send_pages", 1, 0, [1, 2, 3])
+    assert_failed(d, "peer_lost", within_s=5.0)
+    d.pool[DST] = 99  # D's own again
+    p.thaw()
+    assert p.told() is None
+    assert [p.event(), p.event()] == ["RoomFailed", "PagesReturned"]
+    assert p.stats()["transfer_posts_total"] == 0
+    assert (d.pool[DST] == 99).all()
 
 
 def test_two_names_of_one_node_lead_to_one_link(pair: tuple[Node, Node]) -> None:

@@ -86,12 +86,19 @@ class Child:
 
     def __getattr__(self, method: str) -> Any:
         def call(*arguments: Any) -> Any:
-            assert self.process.stdin is not None
-            self.process.stdin.write(json.dumps([method, *arguments]).encode() + b"\n")
-            self.process.stdin.flush()
-            return self._answer()
+            self.tell(method, *arguments)
+            return self.told()
 
         return call
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Ask without waiting: told() has the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([method, *arguments]).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def told(self) -> Any:
+        return self._answer()
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -132,8 +139,8 @@ def serve(role: str, port: int, peer_timeout_s: float) -> None:
             values = [page_ids(*value) if isinstance(value, list) else value.encode() if value == "digest" else value for value in arguments]
             if method == "abort":
                 values[1] = Failure(503, str(values[1]))
-            refusal = getattr(node.endpoint, method)(*values)
-            answer = refusal.message if isinstance(refusal, Failure) else None
+            returned = getattr(node.endpoint, method)(*values)
+            answer = returned.message if isinstance(returned, Failure) else returned
         print(json.dumps(answer), flush=True)
 
 
