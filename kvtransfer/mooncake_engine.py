@@ -8,6 +8,8 @@ What the library (0.3.13.post1, https://github.com/kvcache-ai/Mooncake) is like,
 - `protocol` is ignored too: RDMA is used where a device is found, unless MC_FORCE_TCP is set.
 - A batch of more descriptors than a lane's queue holds (1024) fails, and one that timed out may go on. So every descriptor is a batch
   of its own here, few are in flight, and a failure ends the engine.
+- A TCP connection that was idle may fail its next transfer (issue 4209, from 5 s on). Not seen in gaps of 6 and 30 s here; the lane's
+  second attempt, with new engines, is for this too.
 - Its waiting calls spin. transfer_check_status() does not wait; it looks at a batch's first descriptor only, which is all there is.
 - The destructor keeps the GIL, and waits for a thread that sits in accept() for up to a second: every thread of the process would
   stand still so long. close() wakes that thread first; what is left is a few milliseconds (more with RDMA, where memory is unpinned).
@@ -24,16 +26,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol, cast
 
 from common.errors import StartupError
 from kvtransfer.backend import Op, Region, TransferError
+from kvtransfer.factory import RDMA_DEVICES
 from kvtransfer.settings import TransferOptions
 
 logger = logging.getLogger(__name__)
 
-RDMA_DEVICES = Path("/sys/class/infiniband")
 WAKE_POLL_S = 0.001  # how soon the engine's listening thread sees that it shall end
 WILDCARDS = ("0.0.0.0", "::")
 

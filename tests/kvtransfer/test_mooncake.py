@@ -220,6 +220,16 @@ def test_a_ticket_fails_only_when_the_engines_that_carried_it_have_ended(nodes: 
     assert here.wait(here.post("WRITE", there.peer, [1], [1])) == [None]
 
 
+def test_an_engine_that_moves_nothing_is_given_up(nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = joined(nodes(), nodes())
+    with monkeypatch.context() as patched:
+        patched.setattr(mooncake_lane, "ENGINE_GIVE_UP_S", 0.05)
+        patched.setattr(Engine, "landed", lambda engine, batch: False)
+        (error,) = here.wait(here.post("WRITE", there.peer, [0], [0]))
+    assert "no byte moved" in str(error)
+    assert here.wait(here.post("WRITE", there.peer, [0], [0])) == [None]
+
+
 def test_a_peer_that_cannot_make_an_engine_fails_the_tickets_and_heals(
     nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
