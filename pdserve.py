@@ -17,6 +17,7 @@ from pathlib import Path
 
 from common.cli import Parser, add_flags, config_from
 from common.cluster import Cluster, UpConfig, check_port_free
+from common.cluster_key import cluster_key
 from common.config import NodeConfig, Role, RouterConfig
 from common.errors import StartupError
 from common.launch import ChildDied
@@ -24,13 +25,13 @@ from common.server.run_directory import UP_PREFIX, run_directory
 
 DEFAULT_PREFILL_PORT = 8100  # NodeConfig's default is the decode node's: both run on one machine without a flag
 SCHEDULERS: dict[Role, str] = {"prefill": "prefill_node", "decode": "decode_node"}
-NODE_ADDRESS_FIELDS = ("host", "port", "bootstrap_port", "advertise_host")  # `up` chooses them itself: loopback, free ports
+NODE_ADDRESS_FIELDS = ("host", "port", "bootstrap_port", "advertise_host", "allow_unauthenticated")  # `up` chooses: loopback, free ports
 
 EXAMPLES = {
     "up": "example: pdserve up --model demo --num-prefill 1 --num-decode 2",
     "router": "example: pdserve router --prefill http://10.0.0.1:8100,8998 --decode http://10.0.0.2:8200 --decode http://10.0.0.3:8200",
-    "prefill": "example: pdserve prefill --model Qwen/Qwen3-0.6B --host 0.0.0.0 --port 8100 --bootstrap-port 8998",
-    "decode": "example: pdserve decode --model Qwen/Qwen3-0.6B --host 0.0.0.0 --port 8200 (alone it is a complete server)",
+    "prefill": "example: pdserve prefill --model Qwen/Qwen3-0.6B --host 0.0.0.0 --port 8100 --bootstrap-port 8998 --cluster-key-file cluster.key",
+    "decode": "example: pdserve decode --model Qwen/Qwen3-0.6B --host 0.0.0.0 --port 8200 --cluster-key-file cluster.key (alone a complete server)",
 }
 
 
@@ -98,6 +99,7 @@ def _router(arguments: argparse.Namespace) -> int:
 def _node(role: Role, arguments: argparse.Namespace) -> int:
     config = config_from(NodeConfig, arguments, role=role)
     check_port_free(config.host, config.port)
+    cluster_key(config)  # the scheduler reads it; what is wrong with it is a sentence here, before a model is fetched
     config = _with_model(config, partial(print, file=sys.stderr, flush=True))
     from common.server.node import run_node
 
@@ -108,7 +110,9 @@ def _up(arguments: argparse.Namespace) -> int:
     router = config_from(RouterConfig, arguments)
     check_port_free(router.host, router.port)
     say = partial(print, flush=True)
-    node = _with_model(config_from(NodeConfig, arguments, host="127.0.0.1"), say)
+    node = config_from(NodeConfig, arguments, host="127.0.0.1")
+    cluster_key(node)
+    node = _with_model(node, say)
     with run_directory(UP_PREFIX) as run_dir:
         return asyncio.run(Cluster(up=config_from(UpConfig, arguments), node=node, router=router, run_dir=run_dir, say=say).run())
 

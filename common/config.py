@@ -71,8 +71,8 @@ class NodeConfig(HttpConfig):
     bootstrap_port: int = flag(8998, "port of a prefill node's control endpoint, where decode nodes make their offers; 8998 is SGLang's. 0: any free one", least=0, most=MAX_PORT)
     advertise_host: str | None = flag(None, "address at which peers reach this node's transfer endpoint; default: --host, or the address of the route to the peer when that is 0.0.0.0")
     peer_timeout_s: float = flag(3.0, "a peer silent for this long is lost: its requests end, its pages are fenced. Six heartbeats; a killed process is noticed at once", unit="s", name="peer-timeout", least=0.1)
-    cluster_key_file: str | None = flag(None, "file with the cluster's key (`openssl rand -hex 32`): control connections between nodes are authenticated and encrypted with it (CURVE), nodes without it are refused")
-    allow_unauthenticated: bool = flag(False, "bind an address other than loopback without --cluster-key-file; everybody who reaches it can then write KV pages and offers")
+    cluster_key_file: str | None = flag(None, "file with the cluster's key, the same on every node, readable by its owner only: `(umask 077; openssl rand -hex 32 > FILE)`. Control connections between nodes are authenticated and encrypted with it (CURVE), nodes without it are refused; KV pages are not encrypted")
+    allow_unauthenticated: bool = flag(False, "bind an address other than loopback without --cluster-key-file; everybody who reaches it can then make offers and write KV pages")
     offer_timeout_s: float = flag(30.0, "how long a prefill node keeps a decode node's offer whose request has not come; both legs of a request are sent at once", unit="s", name="offer-timeout", least=0.1)
 
 

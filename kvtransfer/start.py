@@ -1,12 +1,16 @@
 """From a node's settings and its pool to a transfer backend and what the endpoint needs to know."""
 
+import logging
 from typing import Protocol
 
+from common.cluster_key import ClusterKey, cluster_key, is_loopback
 from common.config import NodeConfig
 from kvtransfer.backend import Region, TransferBackend
 from kvtransfer.factory import make_backend
 from kvtransfer.protocol import Compat
 from kvtransfer.settings import TransferOptions, TransferSettings
+
+logger = logging.getLogger(__name__)
 
 
 class PageLayout(Protocol):
@@ -52,3 +56,11 @@ def start_transfer(
         offer_timeout_s=config.offer_timeout_s,
     )
     return settings, backend
+
+
+def control_key(config: NodeConfig) -> ClusterKey | None:
+    """What the endpoint authenticates its peers by. Raises StartupError, as cluster_key(); warns of a node that is open to everybody."""
+    key = cluster_key(config)
+    if key is None and not is_loopback(config.host):
+        logger.warning("this node is open to everybody who reaches %s: no --cluster-key-file, and --allow-unauthenticated", config.host)
+    return key
