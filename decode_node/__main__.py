@@ -9,7 +9,7 @@ from decode_node.scheduler import DecodeScheduler
 from kvtransfer.backend import Region
 from kvtransfer.endpoint import DecodeEndpoint
 from kvtransfer.protocol import VERSION
-from kvtransfer.start import start_transfer
+from kvtransfer.start import control_key, start_transfer
 
 
 def main(payload: bytes, reporter: Reporter) -> None:
@@ -20,7 +20,7 @@ def main(payload: bytes, reporter: Reporter) -> None:
     region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool, pool.shared_fd)
     facts = {"fingerprint": engine.fingerprint, "dtype": engine.dtype}
     settings, backend = start_transfer(config, region, pool.layout, context_length=engine.runner.context_length, **facts)
-    endpoint = DecodeEndpoint(settings, backend)
+    endpoint = DecodeEndpoint(settings, backend, control_key(config))
     try:
         intake = Intake(engine.inbox, endpoint.wake_fd)
         scheduler = DecodeScheduler(engine.work, intake, engine.outbox, endpoint, engine.limits)

@@ -28,6 +28,7 @@ from functools import partial
 import numpy as np
 import zmq
 
+from common.cluster_key import ClusterKey
 from common.errors import Failure, PdserveError
 from kvtransfer.backend import PageIds, PeerId, TransferBackend
 from kvtransfer.events import Delivered, Event, FirstToken, OfferJoined, PagesReturned, RoomFailed
@@ -238,11 +239,12 @@ class Endpoint(ABC):
 class PrefillEndpoint(Endpoint):
     """P's side."""
 
-    def __init__(self, settings: TransferSettings, backend: TransferBackend, host: str, port: int) -> None:
-        """`backend` has its region. `host`, `port`: the control endpoint, 0 is a free port. Raises StartupError if it cannot be bound."""
+    def __init__(self, settings: TransferSettings, backend: TransferBackend, host: str, port: int, key: ClusterKey | None = None) -> None:
+        """`backend` has its region. `host`, `port`: the control endpoint, 0 is a free port. Raises StartupError if it cannot be bound.
+        With a `key` only decode nodes that have it are heard."""
         context: ZmqContext = zmq.Context()
         try:
-            self._wire = RouterWire(context, host, port)
+            self._wire = RouterWire(context, host, port, key)
         except BaseException:
             context.destroy(linger=0)
             raise
@@ -282,7 +284,7 @@ class PrefillEndpoint(Endpoint):
     def _receive(self, now_s: float) -> None:
         for route, frame, observed_host in self._wire.frames():
             self._sender.on_frame(route, frame, observed_host, time.monotonic())
-        if self._wire.some_disconnected():
+        if self._wire.tend(now_s):
             self._probe_at_s = now_s + END_SETTLES_S
         if self._probe_at_s <= now_s:
             self._probe_at_s = math.inf
@@ -301,10 +303,10 @@ class PrefillEndpoint(Endpoint):
 class DecodeEndpoint(Endpoint):
     """D's side."""
 
-    def __init__(self, settings: TransferSettings, backend: TransferBackend) -> None:
-        """`backend` has its region."""
+    def __init__(self, settings: TransferSettings, backend: TransferBackend, key: ClusterKey | None = None) -> None:
+        """`backend` has its region. With a `key` only prefill nodes that have it are talked to."""
         context: ZmqContext = zmq.Context()
-        self._wire = DealerWire(context)
+        self._wire = DealerWire(context, key)
         self._receiver = Receiver(settings, new_incarnation(), self._wire, backend, time.monotonic)
         self._ended: list[tuple[float, int, str]] = []  # when to act on it, link, reason
         super().__init__(settings, backend, self._receiver, context)

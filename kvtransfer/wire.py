@@ -7,9 +7,15 @@ monitor says that one did, and a probe finds the route (ROUTER_MANDATORY makes a
 
 Nothing blocks. Frames are bounded in size and queues in length; a peer that lets its queue fill counts as gone. Bytes that are no
 ZMQ on these ports end their own connection and nothing else.
+
+With a cluster key the connections are authenticated and encrypted (curve.py), and one between two nodes that do not both have the
+same key, or both none, ends in its handshake, of which both ends can say something: which one hears the exact reason, and which only that
+the other hung up, is a matter of microseconds.
 """
 
 import itertools
+import logging
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,21 +23,29 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from common.cluster_key import ClusterKey
 from common.errors import StartupError
-from kvtransfer.link import Address
+from kvtransfer.curve import MAX_OVERHEAD_NBYTES, Gate, secure_client
+from kvtransfer.link import Address, RareWarning
 from kvtransfer.protocol import MAX_FRAME_NBYTES
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 ZmqSocket = zmq.Socket[bytes]
+
+logger = logging.getLogger(__name__)
 
 MAX_QUEUED_FRAMES = 10_000  # per connection: more than a node has rooms
 MAX_FRAMES_A_STEP = 256  # then timers and commands get their turn, whoever floods us
 LINGER_MS = 200  # a last Closed or Cancel still leaves; a dead peer does not hold up exit
 HANDSHAKE_MS = 3000
 
-ROUTER_EVENTS = zmq.EVENT_DISCONNECTED
-DEALER_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+ROUTER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+DEALER_EVENTS = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 REASONS: dict[int, str] = {zmq.EVENT_CLOSED: "connection refused", zmq.EVENT_DISCONNECTED: "its connection ended"}
+UNKNOWN = "an unknown address"
+NO_KEY = "it does not have this cluster's key (--cluster-key-file)"
+NO_HANDSHAKE = "control handshake refused: is the same --cluster-key-file given on both nodes, and is this a prefill node's bootstrap port?"
 
 _monitor_numbers = itertools.count()  # names of inproc addresses, unique in the process
 
@@ -47,11 +61,13 @@ class Monitor:
         self.socket.set(zmq.LINGER, 0)
         self.socket.connect(address)
 
-    def take(self) -> list[int]:
-        events: list[int] = []
+    def take(self) -> list[tuple[int, int]]:
+        """(event, its value) in the order they happened."""
+        events: list[tuple[int, int]] = []
         with suppress(zmq.Again):
             while True:
-                events.append(recv_monitor_message(self.socket, zmq.NOBLOCK)["event"])
+                message = recv_monitor_message(self.socket, zmq.NOBLOCK)
+                events.append((message["event"], message["value"]))
         return events
 
     def close(self) -> None:
@@ -63,7 +79,7 @@ class Monitor:
 def _open(context: ZmqContext, kind: int) -> ZmqSocket:
     opened: ZmqSocket = context.socket(kind)
     opened.set(zmq.LINGER, LINGER_MS)
-    opened.set(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+    opened.set(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES + MAX_OVERHEAD_NBYTES)
     opened.set(zmq.SNDHWM, MAX_QUEUED_FRAMES)
     opened.set(zmq.RCVHWM, MAX_QUEUED_FRAMES)
     opened.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -73,11 +89,15 @@ def _open(context: ZmqContext, kind: int) -> ZmqSocket:
 class RouterWire:
     """P's end (link.AcceptWire)."""
 
-    def __init__(self, context: ZmqContext, host: str, port: int) -> None:
-        """Raises StartupError when host:port cannot be bound. Port 0: a free one."""
+    def __init__(self, context: ZmqContext, host: str, port: int, key: ClusterKey | None = None) -> None:
+        """Raises StartupError when host:port cannot be bound. Port 0: a free one. With a `key` only its holders are let in."""
         self._socket = _open(context, zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._gate = None if key is None else Gate(context, self._socket, key)
         self._monitor = Monitor(context, self._socket, ROUTER_EVENTS)
+        self._callers: dict[int, str] = {}  # descriptor of each connection -> numeric address
+        self._refused = ""  # why the handshake failed of the connection whose end is the next event: ZMQ's one I/O thread tells both in a row
+        self._warn = RareWarning(logger)
         try:
             numeric = _numeric(host)
             self._socket.set(zmq.IPV6, ":" in numeric)
@@ -91,7 +111,8 @@ class RouterWire:
     @property
     def sockets(self) -> list[ZmqSocket]:
         """To be polled for reading."""
-        return [self._socket, self._monitor.socket]
+        gate = [] if self._gate is None else [self._gate.socket]
+        return [self._socket, self._monitor.socket, *gate]
 
     def send(self, route: bytes, frame: bytes) -> bool:
         try:
@@ -110,19 +131,50 @@ class RouterWire:
                 if len(parts) == 2:
                     yield parts[0].bytes, parts[1].bytes, _peer_address(parts[1])
 
-    def some_disconnected(self) -> bool:
-        return bool(self._monitor.take())
+    def tend(self, now_s: float) -> bool:
+        """Decide on connections that are being made. True when one has ended that had been made."""
+        for address in self._gate.answer() if self._gate is not None else ():
+            self._warn_refused(now_s, address, NO_KEY)
+        ended = False
+        for event, value in self._monitor.take():
+            if event == zmq.EVENT_ACCEPTED:
+                self._callers[value] = _caller_behind(value, self.port)
+            elif event != zmq.EVENT_DISCONNECTED:
+                self._refused = self._reason(event, value)
+            else:
+                address = self._callers.pop(value, UNKNOWN)
+                if self._refused:
+                    self._warn_refused(now_s, address, self._refused)
+                ended |= not self._refused
+                self._refused = ""
+        return ended
+
+    def _warn_refused(self, now_s: float, address: str, reason: str) -> None:
+        self._warn(now_s, f"control connection from {address} refused: {reason}")
+
+    def _reason(self, event: int, value: int) -> str:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return "it hung up in the handshake, as a port probe does, or a node that does not have the same --cluster-key-file"
+        if self._gate is not None:
+            return NO_KEY
+        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return "it asks for a key, and this node has none (--cluster-key-file)"
+        return "it does not speak this protocol"
 
     def close(self) -> None:
         self._monitor.close()
         self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
 
 
 class DealerWire:
     """D's end (link.DialWire)."""
 
-    def __init__(self, context: ZmqContext) -> None:
+    def __init__(self, context: ZmqContext, key: ClusterKey | None = None) -> None:
+        """With a `key` only its holders are talked to."""
         self._context = context
+        self._key = key
         self._next_link = 1
         self._links: dict[int, tuple[ZmqSocket, Monitor]] = {}
 
@@ -135,6 +187,8 @@ class DealerWire:
         dealer = _open(self._context, zmq.DEALER)
         dealer.set(zmq.RECONNECT_IVL, -1)
         dealer.set(zmq.IPV6, ":" in address.host)
+        if self._key is not None:
+            secure_client(dealer, self._key)
         monitor = Monitor(self._context, dealer, DEALER_EVENTS)
         try:
             dealer.connect(f"tcp://{address}")
@@ -170,7 +224,7 @@ class DealerWire:
         ended = []
         for link, (_, monitor) in self._links.items():
             if events := monitor.take():
-                ended.append((link, REASONS.get(events[0], "it does not speak this protocol")))
+                ended.append((link, REASONS.get(events[0][0], NO_HANDSHAKE)))
         return ended
 
     def close(self, link: int) -> None:
@@ -186,6 +240,14 @@ class DealerWire:
 def _numeric(host: str) -> str:
     """ZMQ binds numeric addresses only. Raises OSError for a name that does not resolve."""
     return str(socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _caller_behind(descriptor: int, port: int) -> str:
+    """Who made this connection to our `port`: best effort, for the log, since ZMQ owns it and may have closed it by now."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.getsockname()[1] == port:
+            return str(connection.getpeername()[0])
+    return UNKNOWN
 
 
 def _peer_address(frame: zmq.Frame) -> str | None:

@@ -8,7 +8,7 @@ from common.scheduling.start import start_engine
 from kvtransfer.backend import Region
 from kvtransfer.endpoint import PrefillEndpoint
 from kvtransfer.protocol import VERSION
-from kvtransfer.start import start_transfer
+from kvtransfer.start import control_key, start_transfer
 from prefill_node.scheduler import PrefillScheduler, no_event
 
 
@@ -20,7 +20,7 @@ def main(payload: bytes, reporter: Reporter) -> None:
     region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool, pool.shared_fd)
     facts = {"fingerprint": engine.fingerprint, "dtype": engine.dtype}
     settings, backend = start_transfer(config, region, pool.layout, context_length=engine.runner.context_length, **facts)
-    endpoint = PrefillEndpoint(settings, backend, config.host, config.bootstrap_port)
+    endpoint = PrefillEndpoint(settings, backend, config.host, config.bootstrap_port, control_key(config))
     try:
         intake = Intake(engine.inbox, endpoint.wake_fd)
         ready_event = getattr(engine.runner, "ready_event", no_event)

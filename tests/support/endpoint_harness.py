@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from common.cluster_key import ClusterKey
 from common.errors import Failure
 from kvtransfer.backend import Region, TransferBackend
 from kvtransfer.endpoint import DecodeEndpoint, Endpoint, Event, PrefillEndpoint
@@ -44,13 +45,14 @@ class Node:
     """An endpoint with its pool: uint8[NUM_PAGES, PAGE_NBYTES]. Pages leave as they are handed over, if not told otherwise."""
 
     def __init__(
-        self, backend: TransferBackend, role: str, port: int = 0, *, host: str = "127.0.0.1", compat_changes: Any = None, **settings: Any
-    ) -> None:
+        self, backend: TransferBackend, role: str, port: int = 0, *, host: str = "127.0.0.1", key: ClusterKey | None = None,
+        compat_changes: Any = None, **settings: Any,
+    ) -> None:  # fmt: skip
         self.pool = np.zeros((NUM_PAGES, PAGE_NBYTES), np.uint8)
         region = Region(self.pool.ctypes.data, NUM_PAGES, PAGE_NBYTES, "cpu", self.pool)
         backend.register(region)
         fixed = TransferSettings(compat=compat(**(compat_changes or {})), region=region, **{"post_tokens": 1, **settings})
-        self.endpoint: Any = PrefillEndpoint(fixed, backend, host, port) if role == "prefill" else DecodeEndpoint(fixed, backend)
+        self.endpoint: Any = PrefillEndpoint(fixed, backend, host, port, key) if role == "prefill" else DecodeEndpoint(fixed, backend, key)
         self.backend = backend
         self._pending: list[Event] = []
 
