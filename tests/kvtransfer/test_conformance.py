@@ -17,6 +17,8 @@ PAGE_NBYTES = 192
 NUM_PAGES = 64
 OPS: tuple[Op, ...] = ("WRITE", "READ")
 IDLE_GAPS_S = (6.0, 30.0)  # Mooncake 0.3.13.post1 failed the first transfer after 5 s; middleboxes and keep-alives act within 30 s
+MAX_FDS_PER_PAIR = 24  # both ends; the leanest backend takes 2, Mooncake's engines 14
+MAX_GROWTH_NBYTES = 8 << 20  # in 10,000 transfers: 800 bytes kept of each would show
 PROMPT_S = 5.0  # for calls that never block; on an idle machine they take microseconds
 
 
@@ -91,6 +93,22 @@ def pair(lasting_pair: tuple[Node, Node]) -> tuple[Node, Node]:
         assert node.backend.poll() == []
         node.completed.clear()
     return lasting_pair
+
+
+def held(pid: int | None = None) -> tuple[int, int]:
+    """Threads, native ones too, and file descriptors of a process; None: this one."""
+    process = psutil.Process(pid)
+    return process.num_threads(), process.num_fds()
+
+
+def grown(before: tuple[int, int], pid: int | None = None) -> list[int]:
+    """By how much what the process held `before` has grown, if it stays so: the kernel counts a joined thread a moment longer."""
+    deadline_s = time.monotonic() + PROMPT_S
+    while True:
+        growth = [max(0, now - then) for now, then in zip(held(pid), before, strict=True)]
+        if not any(growth) or time.monotonic() > deadline_s:
+            return growth
+        time.sleep(0.01)
 
 
 across_processes = pytest.mark.parametrize("world", backends_with(Trait.JOINS_PROCESSES), indirect=True)
@@ -375,17 +393,46 @@ def test_a_killed_peer_fails_its_tickets_and_no_others(world: World) -> None:
     victim = world.victim(here)
     assert here.wait(here.post("WRITE", victim.peer, range(16), range(16))) == [None]
     assert victim.digest(range(16)) == digest(here.pool)
-    tickets = [here.post("WRITE", victim.peer, range(16), range(16)) for _ in range(20)]
+    tickets = [here.post(op, victim.peer, range(16), range(16)) for op in OPS * 10]
     here.wait(tickets[0])
     victim.kill()
-    late = here.post("WRITE", victim.peer, [0], [0])
+    late = [here.post(op, victim.peer, [0], [0]) for op in OPS]
     kept = here.post("WRITE", there.peer, [0], [0])
-    errors = here.wait(*tickets, late)
-    assert errors[-1] is not None
+    assert None not in here.wait(*tickets, *late)[-2:]
     assert here.wait(kept) == [None]
-    here.backend.disconnect(victim.peer)
+    here.part(victim.peer)
     here.collect()
-    assert set(here.completed) >= {*tickets, late, kept}
+    assert set(here.completed) >= {*tickets, *late, kept}
+
+
+def test_dead_peers_leave_no_thread_and_no_descriptor(world: World) -> None:
+    here = world.node()
+
+    def meet_and_lose() -> None:
+        there = world.victim(here)
+        assert here.wait(here.post("WRITE", there.peer, [0], [0])) == [None]
+        there.kill()
+        assert None not in here.wait(*[here.post(OPS[number % 2], there.peer, [0], [0]) for number in range(50)])
+        here.part(there.peer)
+        there.stop()
+
+    meet_and_lose()
+    before = held()
+    for _ in range(3):
+        meet_and_lose()
+    assert grown(before) == [0, 0]
+
+
+def test_an_unreachable_peer_shows_in_its_tickets(world: World) -> None:
+    here, there, other = world.node(), world.node(), world.node()
+    description = there.description
+    there.close()
+    here.meet(other)
+    other.meet(here)
+    here.meet_as(there.peer, description)
+    lost = [here.post(op, there.peer, [0], [0]) for op in OPS]
+    assert here.wait(here.post("WRITE", other.peer, [0], [0])) == [None]
+    assert None not in here.wait(*lost)
 
 
 def test_a_peer_restarted_behind_its_address_is_another_peer(world: World) -> None:
@@ -396,9 +443,10 @@ def test_a_peer_restarted_behind_its_address_is_another_peer(world: World) -> No
     old.kill()
     new = world.restarted(old)
     untouched = new.digest(range(NUM_PAGES))
-    (error,) = here.wait(here.post("WRITE", old.peer, [0, 1], [2, 3]))
-    assert error is not None, "a stale description reached the new process"
-    assert new.digest(range(NUM_PAGES)) == untouched
+    mine = digest(here.pool)
+    errors = here.wait(*[here.post(op, old.peer, [0, 1], [2, 3]) for op in OPS])
+    assert None not in errors, "a stale description reached the new process"
+    assert (digest(here.pool), new.digest(range(NUM_PAGES))) == (mine, untouched)
     here.backend.disconnect(old.peer)
     world.join(here, new)
     assert here.wait(here.post("WRITE", new.peer, [0, 1], [2, 3])) == [None]
@@ -550,7 +598,12 @@ def test_a_frozen_writer_lands_nothing_after_its_fence(world: World) -> None:
     assert writer.wait() == [None]
     writer.post("WRITE", here, range(16), range(16), times=100)
     writer.freeze()
+    tickets = [here.post(op, writer.peer, range(16), range(16)) for op in OPS]
+    started_s = time.monotonic()
     fence = here.backend.disconnect(writer.peer)
+    here.collect()
+    assert time.monotonic() - started_s < PROMPT_S
+    assert set(tickets) <= set(here.completed)
     time.sleep(fence.delay_s)
     if not fence.passed():  # it may stand in the middle of a copy
         writer.thaw()
@@ -628,27 +681,7 @@ def test_pairs_that_were_idle_still_transfer(request: pytest.FixtureRequest) -> 
 # ---- resources ---------------------------------------------------------------------------------------------------------------
 
 
-MAX_FDS_PER_PAIR = 24  # both ends; the leanest backend takes 2, Mooncake's engines 14
-MAX_GROWTH_NBYTES = 8 << 20  # in 10,000 transfers: 800 bytes kept of each would show
-
-
-def held(pid: int | None = None) -> tuple[int, int]:
-    """Threads, native ones too, and file descriptors of a process; None: this one."""
-    process = psutil.Process(pid)
-    return process.num_threads(), process.num_fds()
-
-
-def grown(before: tuple[int, int], pid: int | None = None) -> list[int]:
-    """By how much what the process held `before` has grown, if it stays so: the kernel counts a joined thread a moment longer."""
-    deadline_s = time.monotonic() + PROMPT_S
-    while True:
-        growth = [max(0, now - then) for now, then in zip(held(pid), before, strict=True)]
-        if not any(growth) or time.monotonic() > deadline_s:
-            return growth
-        time.sleep(0.01)
-
-
-def test_ten_thousand_transfers_leave_threads_descriptors_and_memory_flat(world: World) -> None:
+def test_ten_thousand_transfers_leave_everything_flat(world: World) -> None:
     here = world.node(NUM_PAGES, 4096)
     there = world.victim(here)
     rng = np.random.default_rng(1)
