@@ -147,11 +147,8 @@ class Receiver:
     def withdraw(self, room_id: int, address: Address, failure: Failure, now_s: float) -> None:
         """Tell the prefill node that no offer will come, dialling it if need be. Nobody waits for this: if it cannot be told, it is not."""
         if not self.links.withdraw(address, room_id, failure):
-            reached = self.links.reach(address, now_s)
-            if reached is None and len(self._withdrawals) < self._settings.max_rooms:
-                self._withdrawals.append((address, room_id, failure))
-            else:
-                logger.debug("room %d is not withdrawn from prefill node %s: %s", room_id, address, reached or "too many wait for their links")
+            self.links.reach(address, now_s)
+            self._withdraw_later(address, room_id, failure)
 
     def abort(self, room_id: int, failure: Failure, now_s: float) -> None:
         if room := self._rooms.get(room_id):
@@ -300,8 +297,8 @@ class Receiver:
             self.events.append(RoomFailed(room.room, failure))
         if now is S.CLOSED:
             self._end(room, PagesReturned(room.room))
-            if not self.links.withdraw(room.address, room.room, failure) and self.links.is_dialling(room.address):
-                self._withdrawals.append((room.address, room.room, failure))
+            if not self.links.withdraw(room.address, room.room, failure):
+                self._withdraw_later(room.address, room.room, failure)
             return
         assert room.peer is not None
         self.links.send(room.peer, Cancel(room=room.room, attempt=room.attempt, sender=self.incarnation, receiver=room.peer, failure=failure))
@@ -329,11 +326,20 @@ class Receiver:
         log_failed_room(room.room, room.rid, str(room.address), failure)
         self._figures.failed(failure.code)
 
+    def _withdraw_later(self, address: Address, room_id: int, failure: Failure) -> None:
+        """When the link is up, if it is being dialled."""
+        if self.links.is_dialling(address) and len(self._withdrawals) < self._settings.max_rooms:
+            self._withdrawals.append((address, room_id, failure))
+        else:
+            logger.debug("room %d is not withdrawn from prefill node %s: it cannot be reached, or too many wait for it", room_id, address)
+
     def _flush_withdrawals(self, address: Address) -> None:
         """The address was dialled: tell it what there is to tell, if it answered, were it with a refusal."""
-        for due in [due for due in self._withdrawals if due[0] == address]:
-            self._withdrawals.remove(due)
-            if not self.links.withdraw(*due):
+        waiting, self._withdrawals = self._withdrawals, []
+        for due in waiting:
+            if due[0] != address:
+                self._withdrawals.append(due)
+            elif not self.links.withdraw(*due):
                 logger.debug("room %d is not withdrawn from prefill node %s: it cannot be reached", due[1], address)
 
     def _pending_for(self, address: Address) -> list[Room]:
