@@ -2,7 +2,7 @@
 
 A node's pool is a memfd. Peers that were accepted get its descriptor over a unix socket (shm_receiver.py), map it, and copy pages
 straight between the two pools on threads of their own (shm_sender.py). A WRITE has landed when the copy has returned: it is the same
-region. The receiver spends no time on it, and cannot stop it either; how its pages are fenced all the same is in shm_wire.py.
+region. The receiver spends no time on it, and cannot stop it either; how its pages are fenced all the same is in shm_gate.py.
 
 Threads: one that answers callers; `lanes` per peer that something was sent to. Descriptors: per peer that may write to us its gate,
 and a socket once it has mapped our pool; per peer that we write to a socket and one per lane. Nodes on different hosts refuse each other.
@@ -10,6 +10,7 @@ and a socket once it has mapped our pool; per peer that we write to a socket and
 
 import os
 import secrets
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -17,9 +18,9 @@ import numpy as np
 from common.errors import StartupError
 from kvtransfer.backend import NO_FENCE, Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
 from kvtransfer.pages import check_local, check_remote
+from kvtransfer.shm_copy import PIECE_NBYTES
 from kvtransfer.shm_receiver import Listener
-from kvtransfer.shm_sender import PIECE_NBYTES, Part, Peer, Target
-from kvtransfer.shm_wire import host_id
+from kvtransfer.shm_sender import Part, Peer, Target
 from kvtransfer.tcp_wire import INCARNATION_NBYTES, SECRET_NBYTES, Identity
 from kvtransfer.tickets import Tickets
 
@@ -32,6 +33,12 @@ class ShmDescription(msgspec.Struct, frozen=True, tag="shm", tag_field="backend"
     num_pages: int
     page_nbytes: int
     identity: Identity
+
+
+def host_id() -> str:
+    """Equal for two processes that run under one kernel and reach each other's abstract sockets. Raises OSError without /proc."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 class ShmBackend:

@@ -2,7 +2,7 @@
 
 One thread answers an abstract unix socket whose name is random; the kernel removes it with the process. A caller proves who it is
 as in the tcp backend (tcp_wire.py has the handshake; here each step is one packet), and gets with the welcome two descriptors: the
-pool's and its gate's (shm_wire.py). The connection carries nothing afterwards; its end tells the caller that this process, or the
+pool's and its gate's (shm_gate.py). The connection carries nothing afterwards; its end tells the caller that this process, or the
 caller's place in it, is gone.
 
 forget(peer) shuts the peer's gate. Its Fence has passed at once unless the peer is copying at that moment.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from common.errors import StartupError
 from kvtransfer.backend import NO_FENCE, Fence, PeerId, Region
 from kvtransfer.link import RareWarning
-from kvtransfer.shm_wire import Gate
+from kvtransfer.shm_gate import Gate
 from kvtransfer.tcp_wire import CHALLENGE, HELLO, MAGIC, NONCE_NBYTES, VERSION, WELCOME, Identity, Verdict, WireError, check_magic, proof
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,7 @@
 """The copying half of the shm backend: a peer's pool, mapped, and the threads that copy between it and ours.
 
 The first part to be copied makes a worker call the peer (shm_receiver.py) and map its pool; all lanes share that. Copies are pieces of
-at most PIECE_NBYTES, each under the peer's gate (shm_wire.py). memmove runs with the GIL free, one call for pages that are
-neighbours on both sides.
+at most PIECE_NBYTES (shm_copy.py), each under the peer's gate (shm_gate.py).
 
 A part fails when the peer refuses us, has shut its gate, or has closed the connection, as the kernel does when its process ends.
 All that waits fails with it and the mapping is given up; what is posted later calls again. So what was posted while the peer
@@ -15,26 +14,16 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common import memfd
 from kvtransfer.backend import Op, PageIds, PeerId, Region, Ticket, TransferError
-from kvtransfer.pages import merged_runs
-from kvtransfer.shm_wire import GatePass
+from kvtransfer.shm_copy import Run, copy_runs, pieces
+from kvtransfer.shm_gate import GatePass
 from kvtransfer.tcp_wire import CHALLENGE, HELLO, MAGIC, VERSION, WELCOME, GuardedSocket, Identity, Verdict, WireError, check_magic, proof
 
 CONNECT_TIMEOUT_S = 5.0  # each step of the handshake
-PIECE_NBYTES = 4 << 20  # a third of a millisecond: so long a disconnect may find a peer copying; the gate costs 1 % of it
-FREE_GIL_NBYTES = 1 << 16  # a shorter copy costs less than getting the GIL back from a busy thread
-
-Piece = list[tuple[int, int, int]]  # (byte offset in our region, in the peer's, number of bytes) of each run
-
-_copy = ctypes.CDLL(None).memmove
-_copy_keeping_gil = ctypes.PyDLL(None).memmove
-for _function in (_copy, _copy_keeping_gil):
-    _function.restype = None
-    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +129,7 @@ class Peer:
             failed = self._error("disconnected" if self._stopping else str(error))
             self._give_up(None, failed)
             return failed
-        for piece in pieces(part, self.target.page_nbytes):
+        for piece in pieces(part.local_pages, part.remote_pages, self.target.page_nbytes):
             reason = self._copy_piece(lane, part.op, piece, mapping)
             if reason:
                 failed = self._error(reason)
@@ -148,7 +137,7 @@ class Peer:
                 return failed
         return None
 
-    def _copy_piece(self, lane: int, op: Op, piece: Piece, mapping: Mapping) -> str:
+    def _copy_piece(self, lane: int, op: Op, piece: list[Run], mapping: Mapping) -> str:
         """Why it may not have been copied; "" when it was."""
         if self._stopping:
             return "disconnected"
@@ -156,12 +145,11 @@ class Peer:
         if not gate.enter():
             return "it has disconnected this node"
         try:
-            for local, remote, nbytes in piece:
-                copy = _copy if nbytes >= FREE_GIL_NBYTES else _copy_keeping_gil
-                if op == "WRITE":
-                    copy(mapping.address + remote, self._region.base + local, nbytes)
-                else:
-                    copy(self._region.base + local, mapping.address + remote, nbytes)
+            ours, theirs = self._region.base, mapping.address
+            if op == "WRITE":
+                copy_runs([(theirs + remote, ours + local, nbytes) for local, remote, nbytes in piece])
+            else:
+                copy_runs([(ours + local, theirs + remote, nbytes) for local, remote, nbytes in piece])
         finally:
             gate.leave()
         return "" if mapping.peer_lives() else "its process is gone, or it has disconnected this node"
@@ -240,23 +228,6 @@ class Peer:
             return Mapping(connection, memfd.mapped(pool_fd, nbytes), [GatePass(gate_fd) for _ in range(self._num_lanes)])
         finally:
             _close(fds)
-
-
-def pieces(part: Part, page_nbytes: int) -> Iterator[Piece]:
-    """The part's runs, cut where a piece is full."""
-    piece: Piece = []
-    room = PIECE_NBYTES
-    for local, remote, num_pages in zip(*(column.tolist() for column in merged_runs(part.local_pages, part.remote_pages)), strict=True):
-        local, remote, left = local * page_nbytes, remote * page_nbytes, num_pages * page_nbytes
-        while left:
-            nbytes = min(left, room)
-            piece.append((local, remote, nbytes))
-            local, remote, left, room = local + nbytes, remote + nbytes, left - nbytes, room - nbytes
-            if not room:
-                yield piece
-                piece, room = [], PIECE_NBYTES
-    if piece:
-        yield piece
 
 
 def _packet(packet: bytes) -> bytes:

@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 from transfer_harness import HARNESSES, SUPPORT_DIR, Node, page_ids, wait_passed
 
 from common.errors import StartupError
-from kvtransfer import shm_sender
+from kvtransfer import shm_copy
 from kvtransfer.auto import AutoBackend
 from kvtransfer.backend import NO_FENCE, Completion, PeerId, Region, Ticket, TransferError
 from kvtransfer.factory import make_backend
 from kvtransfer.settings import TransferOptions
 from kvtransfer.shm import ShmBackend, ShmDescription
+from kvtransfer.shm_copy import PIECE_NBYTES, PIECE_RUNS, pieces
+from kvtransfer.shm_gate import Gate, GatePass
 from kvtransfer.shm_receiver import MAX_HANDSHAKES
-from kvtransfer.shm_sender import PIECE_NBYTES, Part, pieces
-from kvtransfer.shm_wire import Gate, GatePass
 from kvtransfer.tcp import TcpBackend
 
 PAGE_NBYTES = 1 << 20
@@ -118,10 +118,10 @@ class HeldCopies:
     """Copies of this process that wait, each when half of it is done, until they are let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._copy = shm_sender._copy
+        self._copy = shm_copy._memmove
         self.half_done = threading.Event()
         self.go_on = threading.Event()
-        monkeypatch.setattr(shm_sender, "_copy", self._copy_in_halves)
+        monkeypatch.setattr(shm_copy, "_memmove", self._copy_in_halves)
 
     def _copy_in_halves(self, destination: int, source: int, nbytes: int) -> None:
         half = nbytes // 2
@@ -369,7 +369,7 @@ def test_a_file_shorter_than_its_pages_is_refused() -> None:
 def test_pieces_are_the_pages_in_order_and_none_is_too_long(pairs: list[tuple[int, int]]) -> None:
     page_nbytes = 3 * PIECE_NBYTES // 5
     local, remote = (page_ids(pair[side] for pair in pairs) for side in (0, 1))
-    made = list(pieces(Part("WRITE", Ticket(1), local, remote), page_nbytes))
+    made = list(pieces(local, remote, page_nbytes))
     assert all(0 < sum(nbytes for _, _, nbytes in piece) <= PIECE_NBYTES for piece in made)
     bytes_moved = []
     for local_at, remote_at, nbytes in (run for piece in made for run in piece):
@@ -379,6 +379,11 @@ def test_pieces_are_the_pages_in_order_and_none_is_too_long(pairs: list[tuple[in
             bytes_moved.append((local_at, remote_at, nbytes))
     assert [page for start, _, nbytes in bytes_moved for page in range(start, start + nbytes, page_nbytes)] == [page_nbytes * at for at, _ in pairs]
     assert [page for _, start, nbytes in bytes_moved for page in range(start, start + nbytes, page_nbytes)] == [page_nbytes * at for _, at in pairs]
+
+
+def test_a_piece_of_short_runs_is_short_too() -> None:
+    made = list(pieces(page_ids(range(0, 5000, 2)), page_ids(range(2500)), 64))
+    assert [len(piece) for piece in made] == [PIECE_RUNS, PIECE_RUNS, 2500 - 2 * PIECE_RUNS]
 
 
 def test_lanes_share_a_post(nodes: Nodes) -> None:

@@ -12,14 +12,14 @@ import threading
 
 from transfer_harness import HARNESSES, Node
 
-from kvtransfer import shm_sender
+from kvtransfer import shm_copy
 from kvtransfer.backend import PeerId
 
 
 def main(num_pages: int, page_nbytes: int) -> None:
     node = Node("child", HARNESSES["shm"]().backend(), num_pages, page_nbytes)
     node.pool[:] = 1
-    shm_sender._copy = copy_and_stop_midway
+    shm_copy._memmove = copy_and_stop_midway
     say(base64.b64encode(node.description).decode())
     node.meet_as(PeerId("test"), base64.b64decode(sys.stdin.readline()))
     (error,) = node.wait(node.post("WRITE", PeerId("test"), range(num_pages), range(num_pages)))
@@ -27,7 +27,7 @@ def main(num_pages: int, page_nbytes: int) -> None:
     sys.stdin.read()
 
 
-copy = shm_sender._copy
+copy = shm_copy._memmove
 
 
 def copy_and_stop_midway(destination: int, source: int, nbytes: int) -> None:

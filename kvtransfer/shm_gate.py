@@ -1,6 +1,6 @@
-"""What two processes of one host share besides the pool: who is on which host, and the gate that ends a peer's writes.
+"""The gate between a peer and our pool: how writes are ended that go through a mapping.
 
-The gate. A mapping cannot be taken back, so a peer that has mapped our pool asks before each short piece of copying: it takes a
+A mapping cannot be taken back, so a peer that has mapped our pool asks before each short piece of copying: it takes a
 shared lock on the gate, looks whether the gate is shut, copies, and lets the lock go. To end the peer's writes we shut the gate and
 try for the exclusive lock. With it, no piece is under way and none can start: whoever takes the lock later sees the shut gate. Without
 it the peer is in the middle of a piece, stopped there perhaps; it ends the piece and then finds the gate shut, or it dies. The kernel
@@ -15,16 +15,9 @@ import os
 import struct
 import weakref
 from fcntl import F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, fcntl
-from pathlib import Path
 
 SHUT = b"\x01"
 LOCK = struct.Struct("hhlli4x")  # struct flock: type, whence, start, length, pid
-
-
-def host_id() -> str:
-    """Equal for two processes if and only if they run under one kernel and can reach each other's abstract sockets."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 class Gate:
@@ -33,7 +26,7 @@ class Gate:
     def __init__(self) -> None:
         self.fd = os.memfd_create("pdserve-gate", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, 1)
-        self._close = weakref.finalize(self, os.close, self.fd)
+        self._close = _close_with(self, self.fd)
 
     def shut(self) -> bool:
         """No piece starts any more. Returns whether none is under way either; never blocks, may be asked again."""
@@ -50,7 +43,7 @@ class GatePass:
     def __init__(self, gate_fd: int) -> None:
         """gate_fd: as the owner sent it. It shares the owner's locks, so it is opened anew."""
         self.fd = os.open(f"/proc/self/fd/{gate_fd}", os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.fd)
+        _close_with(self, self.fd)
 
     def enter(self) -> bool:
         """True: a piece may be copied, leave() follows. False: the gate is shut, for ever."""
@@ -63,6 +56,14 @@ class GatePass:
 
     def leave(self) -> None:
         _lock(self.fd, F_UNLCK)
+
+
+def _close_with(owner: object, fd: int) -> "weakref.finalize[[int], object]":
+    """Closes the descriptor when nobody refers to its owner, or when called. Not at the interpreter's exit: a thread may be copying
+    then, and closing would let go its lock. The kernel closes what is left after the last thread has ended."""
+    close = weakref.finalize(owner, os.close, fd)
+    close.atexit = False
+    return close
 
 
 def _lock(fd: int, kind: int) -> bool:
