@@ -7,8 +7,8 @@ way round: the newest running request first (running.py). Together this bounds e
     Let R be the oldest unanswered request that has held pages. While R runs, it loses its pages only when every other page is with
     a prefill node, with a prompt being computed, or in quarantine. Once R waits it is the head and nobody else is admitted, so the
     others finish, or are retracted into places behind it, until the pages suffice for R; alone they suffice, or R was refused at
-    intake. Each admission reserves the pages of its next tokens (pages.py), so R comes back to advance. So the oldest request
-    always ends, and then the next oldest is the oldest.
+    intake. R comes back to at least one token: computing its tokens again yields one, and a copy's first step needs no page beyond
+    those it was admitted with. So the oldest request always ends, and then the next oldest is the oldest.
 """
 
 from bisect import insort

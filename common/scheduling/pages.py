@@ -5,6 +5,8 @@
 Admission looks ahead: whoever gets pages leaves enough for all that hold some, itself included, to take their next
 GROWTH_HORIZON_TOKENS tokens, or as many as may still come if that is fewer. So no admission makes a retraction necessary at once,
 and a request that was retracted advances before the next retraction. More than the horizon is not reserved: answers end early.
+(A prompt that was computed twice at the same time may pin its twin in the radix tree, and so use up some of the reserve. That
+retraction comes early, which costs time; the bound in line.py does not rest on the reserve.)
 """
 
 from collections.abc import Sequence

@@ -187,6 +187,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.available() == len(self.model.free()) + len(self.model.evictable())
 
     @invariant()
+    def shared_beginnings_are_what_others_hold_in_the_tree(self) -> None:
+        for row in self.rows:
+            kept = [page in self.model.tree.values() and self.model.holds[page] > 1 for page in row.pages]
+            assert self.cache.num_shared(self.array(row.pages)) == [*kept, False].index(False)
+
+    @invariant()
     def no_page_is_both_free_and_in_the_tree(self) -> None:
         free = self.cache._allocator._free
         nodes = {page for page, edge in enumerate(self.cache._tree._edge) if edge is not None}

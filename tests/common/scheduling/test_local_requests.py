@@ -211,7 +211,11 @@ def test_random_load_is_answered_right_with_pages_conserved(seed: int, num_pages
 
 
 def check_random_load(rng: np.random.Generator, num_pages: int, chunk: int, page_size: int, role: str) -> None:
-    node = Node(role, num_pages=num_pages, page_size=page_size, chunk=chunk, max_running=int(rng.integers(1, 7)))
+    preemption = ("auto", "recompute", "swap")[int(rng.integers(3))]
+    max_running, num_swap_slots = int(rng.integers(1, 7)), int(rng.integers(1, 60))
+    node = Node(
+        role, num_pages=num_pages, page_size=page_size, chunk=chunk, max_running=max_running, preemption=preemption, num_swap_slots=num_swap_slots,
+    )  # type: ignore[arg-type]  # fmt: skip
     stems = [random_prompt(rng, 12) for _ in range(2)]
     expected: dict[str, tuple[list[int], int]] = {}
     aborted: set[str] = set()
