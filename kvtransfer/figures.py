@@ -7,8 +7,9 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable
 
+import numpy as np
+
 from kvtransfer.backend import PageIds
-from kvtransfer.pages import merged_runs
 
 Stats = dict[str, float]
 
@@ -59,7 +60,7 @@ class WriteFigures:
     def posted(self, local_pages: PageIds, remote_pages: PageIds, now_s: float) -> None:
         self._totals["posts"] += 1
         self._totals["pages"] += len(local_pages)
-        self._totals["descriptors"] += len(merged_runs(local_pages, remote_pages)[0])
+        self._totals["descriptors"] += num_descriptors(local_pages, remote_pages)
         if not self._num_outstanding:
             self._busy_since_s = now_s
         self._num_outstanding += 1
@@ -82,6 +83,11 @@ class WriteFigures:
             "transfer_seconds_total": self._busy_s,
             "transfer_gigabytes_per_second": (self._totals["bytes_written"] - num_bytes) / span_s / 1e9 if span_s > 0 else 0.0,
         }
+
+
+def num_descriptors(local_pages: PageIds, remote_pages: PageIds) -> int:
+    """How many runs pages.merged_runs() would find; at least one page. Only counted here: in a third of the time, on each post."""
+    return 1 + int(np.count_nonzero((local_pages[1:] != local_pages[:-1] + 1) | (remote_pages[1:] != remote_pages[:-1] + 1)))
 
 
 def peer_stats(states: Iterable[str], heard_s: list[float], now_s: float) -> Stats:

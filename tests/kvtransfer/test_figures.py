@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvtransfer.figures import MAX_CAUSES, RATE_WINDOW_S, RoomFigures, WriteFigures, peer_stats
+from kvtransfer.figures import MAX_CAUSES, RATE_WINDOW_S, RoomFigures, WriteFigures, num_descriptors, peer_stats
+from kvtransfer.pages import merged_runs
 
 
 def ids(*pages: int) -> np.ndarray:
@@ -15,6 +18,12 @@ def test_descriptors_are_runs_that_lie_side_by_side_on_both_nodes() -> None:
     figures.posted(ids(1, 2, 3, 9), ids(4, 5, 7, 8), 0.0)
     stats = figures.stats()
     assert (stats["transfer_posts_total"], stats["transfer_pages_total"], stats["transfer_descriptors_total"]) == (1, 4, 3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
+def test_descriptors_are_counted_as_they_are_merged(pairs: list[tuple[int, int]]) -> None:
+    local, remote = (np.array(side, np.int32) for side in zip(*pairs, strict=True))
+    assert num_descriptors(local, remote) == len(merged_runs(local, remote)[0])
 
 
 def test_overlapping_writes_are_busy_once_and_pauses_do_not_count() -> None:
