@@ -11,7 +11,7 @@ from transfer_harness import Node
 from common.errors import StartupError
 from kvtransfer import factory
 from kvtransfer.auto import AutoBackend
-from kvtransfer.backend import PeerId, Region, TransferBackend, TransferError
+from kvtransfer.backend import NO_FENCE, PeerId, Region, TransferBackend, TransferError
 from kvtransfer.memory import MemoryFabric
 from kvtransfer.settings import TransferOptions
 from kvtransfer.tcp import TcpBackend
@@ -97,6 +97,13 @@ def test_disconnect_fences_every_backend_that_let_the_peer_in(make: Make) -> Non
     assert here.backend.disconnect(there.peer).delay_s == 2.5
     fence = here.backend.disconnect(there.peer)
     assert (fence.delay_s, fence.passed()) == (0.0, True)
+
+
+def test_backends_that_bar_a_peer_by_themselves_leave_no_fence(make: Make) -> None:
+    fabric = MemoryFabric()
+    here, there = (make(name, {"tcp": TcpBackend(), "memory": fabric.backend()}) for name in ("here", "there"))
+    meet(here, there)
+    assert here.backend.disconnect(there.peer) is NO_FENCE
 
 
 def test_tickets_left_at_close_still_come_out(make: Make) -> None:
