@@ -15,12 +15,13 @@ from kvtransfer.start import control_key, start_transfer
 def main(payload: bytes, reporter: Reporter) -> None:
     config, addresses = decode_child_payload(payload)
     configure_logs(config.log_level, f"decode:{config.port} scheduler")
+    key = control_key(config)
     engine = start_engine(config, addresses, reporter)
     pool = engine.runner.kv
     region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool, pool.shared_fd)
     facts = {"fingerprint": engine.fingerprint, "dtype": engine.dtype}
     settings, backend = start_transfer(config, region, pool.layout, context_length=engine.runner.context_length, **facts)
-    endpoint = DecodeEndpoint(settings, backend, control_key(config))
+    endpoint = DecodeEndpoint(settings, backend, key)
     try:
         intake = Intake(engine.inbox, endpoint.wake_fd)
         scheduler = DecodeScheduler(engine.work, intake, engine.outbox, endpoint, engine.limits)

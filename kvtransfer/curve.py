@@ -51,25 +51,34 @@ def _key_pair(key: ClusterKey, purpose: bytes) -> KeyPair:
     return KeyPair(zmq.curve_public(secret), secret)
 
 
-def secure_client(client: "zmq.Socket[bytes]", key: ClusterKey) -> None:
-    """Before connect()."""
-    server, own = server_keys(key), client_keys(key)
-    client.set(zmq.CURVE_SERVERKEY, server.public)
-    client.set(zmq.CURVE_PUBLICKEY, own.public)
-    client.set(zmq.CURVE_SECRETKEY, own.secret)
+class Caller:
+    """What a client's sockets need. Raises StartupError when this ZMQ has no CURVE."""
+
+    def __init__(self, key: ClusterKey) -> None:
+        self._server, self._own = server_keys(key).public, client_keys(key)
+
+    def secure(self, client: "zmq.Socket[bytes]") -> None:
+        """Before connect()."""
+        client.set(zmq.CURVE_SERVERKEY, self._server)
+        client.set(zmq.CURVE_PUBLICKEY, self._own.public)
+        client.set(zmq.CURVE_SECRETKEY, self._own.secret)
 
 
 class Gate:
-    """Lets the cluster's client key into `server`, and no other. Made before the server is bound, closed after it."""
+    """Lets the cluster's client key into one server, and no other. Raises StartupError when this ZMQ has no CURVE."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", server: "zmq.Socket[bytes]", key: ClusterKey) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", key: ClusterKey) -> None:
+        self._server_key = server_keys(key).secret
         self._client_key = z85.decode(client_keys(key).public)
         self.socket = context.socket(zmq.REP)  # to be polled for reading, then answer()
         self.socket.set(zmq.LINGER, 0)
         self.socket.bind(ZAP_ADDRESS)
+
+    def secure(self, server: "zmq.Socket[bytes]") -> None:
+        """Before bind(). The server is closed before the gate."""
         server.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         server.set(zmq.CURVE_SERVER, 1)
-        server.set(zmq.CURVE_SECRETKEY, server_keys(key).secret)
+        server.set(zmq.CURVE_SECRETKEY, self._server_key)
 
     def answer(self) -> list[str]:
         """Decide on the handshakes that wait; the numeric addresses of those that were refused."""

@@ -9,8 +9,8 @@ Nothing blocks. Frames are bounded in size and queues in length; a peer that let
 ZMQ on these ports end their own connection and nothing else.
 
 With a cluster key the connections are authenticated and encrypted (curve.py), and one between two nodes that do not both have the
-same key, or both none, ends in its handshake, of which both ends can say something: which one hears the exact reason, and which only that
-the other hung up, is a matter of microseconds.
+same key, or both none, ends in its handshake. Both ends log that; which of them hears the reason, and which only that the other hung
+up, is a matter of microseconds.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from common.cluster_key import ClusterKey
 from common.errors import StartupError
-from kvtransfer.curve import MAX_OVERHEAD_NBYTES, Gate, secure_client
+from kvtransfer.curve import MAX_OVERHEAD_NBYTES, Caller, Gate
 from kvtransfer.link import Address, RareWarning
 from kvtransfer.protocol import MAX_FRAME_NBYTES
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_FRAMES = 10_000  # per connection: more than a node has rooms
 MAX_FRAMES_A_STEP = 256  # then timers and commands get their turn, whoever floods us
 LINGER_MS = 200  # a last Closed or Cancel still leaves; a dead peer does not hold up exit
-HANDSHAKE_MS = 3000
+HANDSHAKE_MS = 3000  # P gives a caller so long; D has its own timer for Hello, which includes the handshake
 
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 ROUTER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
@@ -82,7 +82,6 @@ def _open(context: ZmqContext, kind: int) -> ZmqSocket:
     opened.set(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES + MAX_OVERHEAD_NBYTES)
     opened.set(zmq.SNDHWM, MAX_QUEUED_FRAMES)
     opened.set(zmq.RCVHWM, MAX_QUEUED_FRAMES)
-    opened.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     return opened
 
 
@@ -91,9 +90,12 @@ class RouterWire:
 
     def __init__(self, context: ZmqContext, host: str, port: int, key: ClusterKey | None = None) -> None:
         """Raises StartupError when host:port cannot be bound. Port 0: a free one. With a `key` only its holders are let in."""
+        self._gate = None if key is None else Gate(context, key)
         self._socket = _open(context, zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._gate = None if key is None else Gate(context, self._socket, key)
+        self._socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        if self._gate is not None:
+            self._gate.secure(self._socket)
         self._monitor = Monitor(context, self._socket, ROUTER_EVENTS)
         self._callers: dict[int, str] = {}  # descriptor of each connection -> numeric address
         self._refused = ""  # why the handshake failed of the connection whose end is the next event: ZMQ's one I/O thread tells both in a row
@@ -154,7 +156,7 @@ class RouterWire:
 
     def _reason(self, event: int, value: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            return "it hung up in the handshake, as a port probe does, or a node that does not have the same --cluster-key-file"
+            return "it did not finish the handshake, as a port probe, or a node that does not have the same --cluster-key-file"
         if self._gate is not None:
             return NO_KEY
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
@@ -174,7 +176,7 @@ class DealerWire:
     def __init__(self, context: ZmqContext, key: ClusterKey | None = None) -> None:
         """With a `key` only its holders are talked to."""
         self._context = context
-        self._key = key
+        self._caller = None if key is None else Caller(key)
         self._next_link = 1
         self._links: dict[int, tuple[ZmqSocket, Monitor]] = {}
 
@@ -187,8 +189,9 @@ class DealerWire:
         dealer = _open(self._context, zmq.DEALER)
         dealer.set(zmq.RECONNECT_IVL, -1)
         dealer.set(zmq.IPV6, ":" in address.host)
-        if self._key is not None:
-            secure_client(dealer, self._key)
+        dealer.set(zmq.HANDSHAKE_IVL, 0)
+        if self._caller is not None:
+            self._caller.secure(dealer)
         monitor = Monitor(self._context, dealer, DEALER_EVENTS)
         try:
             dealer.connect(f"tcp://{address}")

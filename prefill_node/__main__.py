@@ -15,12 +15,13 @@ from prefill_node.scheduler import PrefillScheduler, no_event
 def main(payload: bytes, reporter: Reporter) -> None:
     config, addresses = decode_child_payload(payload)
     configure_logs(config.log_level, f"prefill:{config.port} scheduler")
+    key = control_key(config)
     engine = start_engine(config, addresses, reporter)
     pool = engine.runner.kv
     region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool, pool.shared_fd)
     facts = {"fingerprint": engine.fingerprint, "dtype": engine.dtype}
     settings, backend = start_transfer(config, region, pool.layout, context_length=engine.runner.context_length, **facts)
-    endpoint = PrefillEndpoint(settings, backend, config.host, config.bootstrap_port, control_key(config))
+    endpoint = PrefillEndpoint(settings, backend, config.host, config.bootstrap_port, key)
     try:
         intake = Intake(engine.inbox, endpoint.wake_fd)
         ready_event = getattr(engine.runner, "ready_event", no_event)

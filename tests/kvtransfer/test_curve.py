@@ -14,7 +14,7 @@ from endpoint_harness import Node, page_ids
 
 from common.cluster_key import ClusterKey
 from common.errors import StartupError
-from kvtransfer.curve import client_keys, secure_client, server_keys
+from kvtransfer.curve import client_keys, server_keys
 from kvtransfer.endpoint import Delivered, FirstToken, OfferJoined, PagesReturned, RoomFailed
 from kvtransfer.link import Address
 from kvtransfer.memory import MemoryFabric
@@ -99,8 +99,8 @@ def test_nodes_with_the_same_key_serve(cluster: Cluster, caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("p_key", "d_key", "said_by_p"),
     [
-        (KEY, None, ("it does not have this cluster's key", "it hung up in the handshake")),
-        (None, KEY, ("it asks for a key, and this node has none", "it hung up in the handshake")),
+        (KEY, None, ("it does not have this cluster's key", "it did not finish the handshake")),
+        (None, KEY, ("it asks for a key, and this node has none", "it did not finish the handshake")),
         (KEY, OTHER, ("it does not have this cluster's key",)),
     ],
 )
@@ -389,7 +389,8 @@ def test_a_zmq_without_curve_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(zmq, "has", lambda capability: False)
     context: Any = zmq.Context()
     try:
-        with context.socket(zmq.DEALER) as client, pytest.raises(StartupError, match="needs a pyzmq with CURVE"):
-            secure_client(client, KEY)
+        for make in (lambda: DealerWire(context, KEY), lambda: RouterWire(context, "127.0.0.1", 0, KEY)):
+            with pytest.raises(StartupError, match="needs a pyzmq with CURVE"):
+                make()
     finally:
         context.destroy(linger=0)
