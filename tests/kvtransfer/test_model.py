@@ -6,7 +6,8 @@ P's scheduler gets it back: a write that reads it later delivers the mark and sh
 room gets its events in a legal order (EventLog), an answer before its deadline while its process runs, and exactly one terminal event
 in every living process (R3, R5); in the end no table keeps anything.
 
-A process may be frozen in the middle of a step and go on later with the time it knew.
+Backends are two-sided (D can cut P off by itself, as tcp does) or one-sided (a write that P posts lands whether or not D still wants
+it, as with RDMA; support/faults.py). A process may be frozen in the middle of a step and go on later with the time it knew.
 
 The same examples run every time, EXAMPLES of them. `make model EXAMPLES=20000` runs others, at random.
 """
@@ -20,11 +21,11 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from faults import Decision, Faults
+from faults import Decision, Faults, FaultyBackend
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from transfer_sim import NUM_PAGES, PAGE_NBYTES, PAGE_SIZE, SimDecode, SimNetwork, SimPrefill, SimProcess, settings
 
 from common.errors import Failure
@@ -35,14 +36,17 @@ from kvtransfer.protocol import Undecodable, decode_to_decode, decode_to_prefill
 RANDOM_EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "0"))
 EXAMPLES = RANDOM_EXAMPLES or 2000
 STEPS = 40  # of an example, at most
-FREE_ON_D, FREE_ON_P = 0xEE, 0xDD
+FREE_ON_D, FREE_ON_P, NOT_COMPUTED = 0xEE, 0xDD, 0xCC
 GONE = Failure(499, "gone", code="cancelled", stage="test")
-SETTINGS = settings(peer_timeout_s=3.0, offer_timeout_s=20.0, max_rooms=6)
+MAX_ROOMS = 6
 MAX_STEPS_TO_QUIET = 300
 
 T = TypeVar("T")
-PICK = st.integers(0, 999)  # which of some; one cheap draw, whatever they are
-FRACTION = st.sampled_from([0.0, 0.3, 0.5, 0.99])
+NUMBER = st.integers(0, 999)
+WEIGHTS = {  # the first is what a step that does not matter shrinks to
+    "pump": 3, "submit": 6, "submit_again": 1, "withdraw": 1, "work": 7, "end_kernels": 2, "abort": 1, "frame": 6, "end_write": 3,
+    "end_writes": 2, "refuse_post": 1, "advance": 5, "cut": 2, "freeze": 1, "thaw": 2, "stop": 1, "kill": 1,
+}  # fmt: skip
 
 
 def pick(some: Sequence[T], number: int) -> T:
@@ -66,6 +70,25 @@ def content(room: int, first_page: int, stop_page: int) -> np.ndarray:
     """uint8[n, PAGE_NBYTES]: what these prompt pages hold; never a mark."""
     pages = np.arange(first_page, stop_page)[:, None]
     return ((room * 31 + pages * 7 + np.arange(PAGE_NBYTES)) % 200).astype(np.uint8)
+
+
+@dataclass
+class Kernel:
+    """Computes pages some time after they were handed over; the event that says so (outgoing.Ready)."""
+
+    books: "Books"
+    room: int
+    first_page: int
+    pages: list[int]
+    done: bool = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def end(self) -> None:
+        self.done = True
+        if self.room in self.books.pages.taken:
+            self.books.pages.pool[self.pages] = content(self.room, self.first_page, self.first_page + len(self.pages))
 
 
 class PageBook:
@@ -136,10 +159,18 @@ class Transfers(RuleBasedStateMachine):
     num_examples = 0
     num_delivered = 0
 
-    @initialize(one_sided=st.just(False), fence_delay_s=st.sampled_from([0.0, 1.5]), num_prefill=st.integers(1, 2), num_decode=st.integers(1, 2))
-    def start(self, one_sided: bool, fence_delay_s: float, num_prefill: int, num_decode: int) -> None:
+    @initialize(
+        one_sided=st.booleans(),
+        digest=st.booleans(),
+        post_tokens=st.sampled_from([1, 8, 1024]),
+        num_prefill=st.integers(1, 2),
+        num_decode=st.integers(1, 2),
+    )
+    def start(self, one_sided: bool, digest: bool, post_tokens: int, num_prefill: int, num_decode: int) -> None:
         type(self).num_examples += 1
-        self.faults = EveryWriteWaits(one_sided=one_sided, fence_delay_s=fence_delay_s, now=lambda: self.network.now_s)
+        self.settings = settings(peer_timeout_s=3.0, offer_timeout_s=20.0, max_rooms=MAX_ROOMS, digest=digest, post_tokens=post_tokens)
+        self.faults = EveryWriteWaits(one_sided=one_sided, fence_delay_s=1.0, now=lambda: self.network.now_s)
+        self.kernels: list[Kernel] = []
         self.network = SimNetwork(faults=self.faults)
         self.prefills: list[tuple[SimPrefill, Books]] = [self.new_prefill(port) for port in range(num_prefill)]
         self.decodes: list[tuple[SimDecode, Books]] = [self.new_decode() for _ in range(num_decode)]
@@ -148,45 +179,50 @@ class Transfers(RuleBasedStateMachine):
         self.requests: list[tuple[Request, int]] = []  # with the port
 
     def new_prefill(self, port: int) -> tuple[SimPrefill, Books]:
-        process = self.network.prefill(port, SETTINGS)
+        process = self.network.prefill(port, self.settings)
         return process, Books(process)
 
     def new_decode(self) -> tuple[SimDecode, Books]:
-        process = self.network.decode(SETTINGS)
+        process = self.network.decode(self.settings)
         return process, Books(process)
 
     def nodes(self) -> list[tuple[SimPrefill | SimDecode, Books]]:
         return [*self.prefills, *self.decodes]
 
+    @rule(op=st.sampled_from([op for op, weight in WEIGHTS.items() for _ in range(weight)]), n=NUMBER, m=NUMBER, k=NUMBER)
+    def act(self, op: str, n: int, m: int, k: int) -> None:
+        """One rule, so that weights are weights, and what may not happen now costs little. The numbers say which one and how."""
+        getattr(self, op)(n, m, k)
+
     # ---- requests ------------------------------------------------------------------------------------------------------------
 
-    @rule(
-        port=PICK,
-        decode=PICK,
-        prefix=PICK,
-        num_tokens=st.integers(1, 12),
-        digest_on_d=st.sampled_from([b"same"] * 15 + [b"other"]),
-        timeout_s=st.sampled_from([2.0, 60.0, 60.0]),
-        sides=st.sampled_from(["expect offer"] * 4 + ["offer expect"] * 4 + ["expect", "offer"]),
-        pump=st.booleans(),
-    )
-    def submit(self, port: int, decode: int, prefix: int, num_tokens: int, digest_on_d: bytes, timeout_s: float, sides: str, pump: bool) -> None:
+    def submit(self, n: int, m: int, k: int) -> None:
         """A request; a side that does not get it now may get it later, or never."""
-        prefix %= num_pages_of(num_tokens, PAGE_SIZE) + 1
-        request = Request(self.next_room, num_tokens, prefix, digest_on_d, timeout_s)
+        num_tokens, timeout_s = 1 + n % 12, 2.0 if k % 5 == 0 else 60.0
+        prefix = n // 12 % (num_pages_of(num_tokens, PAGE_SIZE) + 1) if n >= 500 else 0
+        request = Request(self.next_room, num_tokens, prefix, b"other" if k % 16 == 15 else b"same", timeout_s)
         self.next_room += 1
-        self.requests.append((request, port % len(self.prefills)))
-        for side in sides.split():
-            getattr(self, side)(request, port % len(self.prefills), decode % len(self.decodes))
-            if pump:
+        port, decode = m % len(self.prefills), m // 2 % len(self.decodes)
+        self.requests.append((request, port))
+        for side in pick(("expect", "offer", "expect offer", "offer expect", "expect offer", "offer expect"), k // 16).split():
+            getattr(self, side)(request, port, decode)
+            if m >= 300:
                 self.network.pump()
 
-    @precondition(lambda self: self.requests)
-    @rule(which=PICK, decode=PICK, side=st.sampled_from(["expect", "offer"]))
-    def submit_again(self, which: int, decode: int, side: str) -> None:
+    def submit_again(self, n: int, m: int, k: int) -> None:
         """A side gets a request late, or a second time, or another decode node gets it."""
-        request, port = pick(self.requests, which)
-        getattr(self, side)(request, port, decode % len(self.decodes))
+        if self.requests:
+            request, port = pick(self.requests, n)
+            getattr(self, pick(("expect", "offer"), k))(request, port, m % len(self.decodes))
+
+    def withdraw(self, n: int, m: int, k: int) -> None:
+        """D says that it will make no offer."""
+        if self.requests:
+            request, port = pick(self.requests, n)
+            process, _ = pick(self.decodes, m)
+            if process.frozen_at_s is None and request.room not in process.log.by_room:
+                process.session.withdraw(request.room, self.prefills[port][0].address, GONE, self.network.now_s)
+                process.step()
 
     def expect(self, request: Request, port: int, decode: int) -> None:
         process, books = self.prefills[port]
@@ -209,125 +245,150 @@ class Transfers(RuleBasedStateMachine):
     @staticmethod
     def takes(process: SimProcess, books: Books, room: int) -> bool:
         running = process.alive and process.frozen_at_s is None
-        return running and room not in process.log.by_room and len(books.pages.taken) < SETTINGS.max_rooms
+        return running and room not in process.log.by_room and len(books.pages.taken) < MAX_ROOMS
 
     def at_work(self) -> list[tuple[SimPrefill, Books, int]]:
         running = [(process, books) for process, books in self.prefills if process.alive and process.frozen_at_s is None]
         return [(process, books, room) for process, books in running for room in books.at_work]
 
-    @precondition(lambda self: self.at_work())
-    @rule(which=PICK, chunks=st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    def work(self, which: int, chunks: list[int]) -> None:
-        process, books, room = pick(self.at_work(), which)
-        for num_pages in chunks:
-            self.work_on(process, books, room, num_pages)
+    def work(self, n: int, m: int, k: int) -> None:
+        if rooms := self.at_work():
+            for _ in range(1 + k % 6):
+                self.work_on(*pick(rooms, n), 1 + m % 3, on_device=k % 3 == 0)
 
-    def work_on(self, process: SimPrefill, books: Books, room: int, num_pages: int) -> None:
+    def end_kernels(self, *_: int) -> None:
+        for kernel in self.kernels:
+            kernel.end()
+        self.kernels.clear()
+        self.step_all()
+
+    def work_on(self, process: SimPrefill, books: Books, room: int, num_pages: int, *, on_device: bool = False, step: bool = True) -> None:
         """P's scheduler: some pages, or when there are none left token 1, or the end."""
         if room not in books.at_work:
             return
         done, request, pages = books.at_work[room], books.requests[room], books.pages.taken[room]
         if done < request.num_pages:
             books.at_work[room] = min(done + num_pages, request.num_pages)
-            process.session.send_pages(room, done, np.array(pages[done : done + num_pages], np.int32), process.now_s)
+            chunk = pages[done : done + num_pages]
+            kernel = Kernel(books, room, done, chunk) if on_device else None
+            if kernel is not None:
+                self.kernels.append(kernel)
+                process.pool[chunk] = NOT_COMPUTED
+            process.session.send_pages(room, done, np.array(chunk, np.int32), self.network.now_s, kernel)
         elif done == request.num_pages:
             books.at_work[room] += 1
-            process.session.send_first_token(room, 7, 0, process.now_s)
+            process.session.send_first_token(room, 7, 0, self.network.now_s)
         else:
             del books.at_work[room]
-            process.session.finish(room, process.now_s)
-        process.step()
+            process.session.finish(room, self.network.now_s)
+        if step:
+            process.step()
 
     def open_rooms(self) -> list[tuple[SimPrefill | SimDecode, Books, int]]:
         nodes = [(process, books) for process, books in self.nodes() if process.alive and process.frozen_at_s is None]
         return [(process, books, room) for process, books in nodes for room in process.log.open_rooms()]
 
-    @precondition(lambda self: self.open_rooms())
-    @rule(which=PICK)
-    def abort(self, which: int) -> None:
-        process, books, room = pick(self.open_rooms(), which)
-        books.abort(room)
-        process.session.abort(room, GONE, self.network.now_s)
-        process.step()
+    def abort(self, n: int, m: int, k: int) -> None:
+        if rooms := self.open_rooms():
+            process, books, room = pick(rooms, n)
+            books.abort(room)
+            process.session.abort(room, GONE, self.network.now_s)
+            process.step()
 
     # ---- the network and the backend --------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.network.queues())
-    @rule(which=PICK, what=st.sampled_from(["deliver"] * 6 + ["drop", "repeat", "swap", "corrupt"]), fraction=FRACTION)
-    def frame(self, which: int, what: str, fraction: float) -> None:
-        number, towards_prefill = pick(self.network.queues(), which)
-        if what == "corrupt":
-            self.corrupt_frame(number, towards_prefill, fraction)
-        else:
-            getattr(self.network, what)(number, towards_prefill)
+    def frame(self, n: int, m: int, k: int) -> None:
+        if queues := self.network.queues():
+            what = pick(("deliver", "deliver", "deliver", "drop", "repeat", "swap", "corrupt"), m)
+            queue = pick(queues, n)
+            if what == "corrupt":
+                self.corrupt_frame(*queue, k / 1000)
+            else:
+                getattr(self.network, what)(*queue)
 
     def corrupt_frame(self, number: int, towards_prefill: bool, fraction: float) -> None:
         """Into something that is no message: frames carry no checksum."""
         self.network.corrupt(number, towards_prefill, fraction)
         queue = self.network.queue(number, towards_prefill)
-        try:
-            (decode_to_prefill if towards_prefill else decode_to_decode)(queue[0])
-        except Undecodable:
-            return
-        except IndexError:
-            return
-        queue[0] = queue[0][:-1]
+        if queue:
+            try:
+                (decode_to_prefill if towards_prefill else decode_to_decode)(queue[0])
+            except Undecodable:
+                return
+            queue[0] = queue[0][:-1]
 
-    @rule()
-    def pump(self) -> None:
+    def pump(self, *_: int) -> None:
         self.network.pump()
 
-    @precondition(lambda self: self.faults.in_flight)
-    @rule(which=PICK, how=st.sampled_from([""] * 5 + ["partial", "error", "cut"]), fraction=FRACTION)
-    def end_write(self, which: int, how: str, fraction: float) -> None:
-        self.faults.finish(pick(self.faults.in_flight, which), Decision(how, fraction))
-        self.step_all()
+    def end_write(self, n: int, m: int, k: int) -> None:
+        if writes := self.faults.in_flight:
+            how = pick(("", "", "", "", "partial", "error", "cut", "corrupt" if self.settings.digest else ""), m)
+            self.faults.finish(pick(writes, n), Decision(how, k / 1000))
+            self.step_all()
 
-    @precondition(lambda self: self.faults.in_flight)
-    @rule()
-    def end_writes(self) -> None:
+    def end_writes(self, *_: int) -> None:
         self.faults.finish_all()
         self.step_all()
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 0.5, 1.0, 2.0, 35.0]), pump=st.sampled_from([True, True, False]))
-    def advance(self, seconds: float, pump: bool) -> None:
-        self.network.advance(seconds)
-        if pump:
+    def refuse_post(self, n: int, m: int, k: int) -> None:
+        """The next one of a prefill node."""
+        backend = pick(self.prefills, n)[0].backend
+        assert isinstance(backend, FaultyBackend)
+        self.faults.script(backend.site, "refuse")
+
+    def advance(self, n: int, m: int, k: int) -> None:
+        self.network.advance(pick((0.1, 0.5, 0.5, 1.0, 1.0, 2.0, 35.0), n))
+        if m % 3:
             self.network.pump()
 
     # ---- breaks, stops and death -------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.network.open_connections())
-    @rule(which=PICK, pump=st.booleans())
-    def cut(self, which: int, pump: bool) -> None:
-        self.network.cut(pick(self.network.open_connections(), which))
-        if pump:
-            self.network.pump()
+    def cut(self, n: int, m: int, k: int) -> None:
+        """A connection ends and both sides notice, or D alone does; or it falls silent."""
+        if connections := self.network.open_connections():
+            for step in pick(("cut", "silence cut", "silence"), m).split():
+                getattr(self.network, step)(pick(connections, n))
+            if k % 3:
+                self.network.pump()
 
-    @precondition(lambda self: self.next_room > 2)
-    @rule(which=PICK)
-    def freeze(self, which: int) -> None:
-        process, _ = pick(self.nodes(), which)
+    def freeze(self, n: int, m: int, k: int) -> None:
+        process, _ = pick(self.nodes(), n)
         if process.alive and process.frozen_at_s is None:
-            self.network.freeze(process)
+            self.network.freeze(process, in_hand=k % 2 == 0)
 
-    def frozen(self) -> list[SimPrefill | SimDecode]:
-        return [process for process, _ in self.nodes() if process.alive and process.frozen_at_s is not None]
+    def thaw(self, n: int, m: int, k: int) -> None:
+        if frozen := self.frozen():
+            process, books = pick(frozen, n)
 
-    @precondition(lambda self: self.frozen())
-    @rule(which=PICK, num_frames=st.integers(0, 4))
-    def thaw(self, which: int, num_frames: int) -> None:
-        self.network.thaw(pick(self.frozen(), which), num_frames)
+            def commands() -> None:
+                """What its scheduler had asked for before the stop."""
+                for room in list(books.at_work):
+                    for _ in range(k % 6):
+                        self.work_on(process, books, room, 1 + k % 3, step=False)
 
-    @precondition(lambda self: self.next_room > 2)
-    @rule(which=PICK, how=st.sampled_from(["prefill", "prefill", "prefill for a while", "decode"]))
-    def kill(self, which: int, how: str) -> None:
+            self.network.thaw(process, m % 5, commands)
+
+    def stop(self, n: int, m: int, k: int) -> None:
+        """A process stands still for a while, in which the others find out."""
+        self.freeze(n, m, k)
+        for _ in range(1 + m % 10):
+            self.network.advance(0.5)
+            self.network.pump()
+        if k % 2:
+            self.end_kernels()
+        self.thaw(n, m // 10, k // 2)
+
+    def frozen(self) -> list[tuple[SimPrefill | SimDecode, Books]]:
+        return [(process, books) for process, books in self.nodes() if process.alive and process.frozen_at_s is not None]
+
+    def kill(self, n: int, m: int, k: int) -> None:
+        how = pick(("prefill", "prefill", "prefill for a while", "decode"), m)
         if how == "decode":
-            decode = which % len(self.decodes)
+            decode = n % len(self.decodes)
             self.network.kill(self.decodes[decode][0])
             self.decodes[decode] = self.new_decode()
             return
-        port = which % len(self.prefills)
+        port = n % len(self.prefills)
         self.killed.add(self.prefills[port][0].address)
         was_alive = self.prefills[port][0].alive
         self.network.kill(self.prefills[port][0])
@@ -352,11 +413,11 @@ class Transfers(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "network") or sys.exc_info()[0] is not None:  # what went wrong is known already
             return
-        for process in self.frozen():
+        for process, _ in self.frozen():
             self.network.thaw(process, 100)
         for _ in range(MAX_STEPS_TO_QUIET):
             self.faults.finish_all()
-            self.step_all()
+            self.end_kernels()
             self.network.pump()
             for process, books, room in self.at_work():
                 self.work_on(process, books, room, 1)
@@ -424,7 +485,7 @@ def test_the_rules_hold_under_every_interleaving(caplog: pytest.LogCaptureFixtur
 def test_the_model_delivers_when_nothing_goes_wrong() -> None:
     """The model itself: without mishap every room is delivered."""
     model = Transfers()
-    model.start(False, 0.0, 2, 2)
+    model.start(False, False, 8, 2, 2)
     for room in range(1, 9):
         request = Request(room, 1 + room, room % 2, b"same", 60.0)
         model.expect(request, room % 2, room // 2 % 2)

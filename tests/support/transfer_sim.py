@@ -9,6 +9,7 @@ Recording wires are for tests of one side alone: the test plays the peer.
 import itertools
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,13 +151,15 @@ class SimProcess:
         self.incarnation = PeerId(f"{name}-{next(_incarnations)}")
         self.memory, self.pool = registered_backend(network.fabric)
         self.backend = self.memory if network.faults is None else faulty(self.memory, self.pool, network.faults, self.incarnation)
+        self.region = Region(self.pool.ctypes.data, *self.pool.shape, "cpu", self.pool)
         self.log = EventLog()
         self.alive = True
         self.frozen_at_s: float | None = None
+        self.in_hand: tuple[int, bytes] | None = None  # connection and frame, read when the process was frozen
 
     @property
     def now_s(self) -> float:
-        """The time that this process knows: a frozen one last looked when it was frozen."""
+        """The time that this process read last: a frozen one has not looked since."""
         return self.network.now_s if self.frozen_at_s is None else self.frozen_at_s
 
     def settle(self, session: Sender | Receiver) -> None:
@@ -175,14 +178,19 @@ class SimPrefill(SimProcess):
     def __init__(self, network: "SimNetwork", address: Address, fixed: TransferSettings = SETTINGS) -> None:
         super().__init__(network, "p")
         self.address = address
-        self.session = Sender(fixed, self.incarnation, self, self.backend, lambda unix_s: unix_s - UNIX_OFFSET_S)
+        fixed = replace(fixed, region=self.region)
+        self.session = Sender(fixed, self.incarnation, self, self.backend, lambda unix_s: unix_s - UNIX_OFFSET_S, lambda: network.now_s)
 
     def send(self, route: bytes, frame: bytes) -> bool:
         connection = self.network.connections.get(int(route))
-        if connection is None or connection.prefill is not self or connection.over_for_prefill:
+        if connection is None or connection.prefill is not self or (connection.over_for_prefill and not connection.silent):
             return False
-        connection.to_decode.append(frame)
+        if not connection.silent:
+            connection.to_decode.append(frame)
         return True
+
+    def receive(self, number: int, frame: bytes, now_s: float) -> None:
+        self.session.on_frame(b"%d" % number, frame, "127.0.0.1", now_s)
 
     def step(self) -> None:
         self.settle(self.session)
@@ -191,7 +199,7 @@ class SimPrefill(SimProcess):
 class SimDecode(SimProcess):
     def __init__(self, network: "SimNetwork", fixed: TransferSettings = SETTINGS) -> None:
         super().__init__(network, "d")
-        self.session = Receiver(fixed, self.incarnation, self, self.backend)
+        self.session = Receiver(replace(fixed, region=self.region), self.incarnation, self, self.backend, lambda: network.now_s)
 
     def open(self, address: Address) -> int:
         return self.network.connect(self, address)
@@ -200,8 +208,12 @@ class SimDecode(SimProcess):
         connection = self.network.connections.get(link)
         if connection is None or not connection.decode_open or connection.cut:
             return False
-        connection.to_prefill.append(frame)
+        if not connection.silent:
+            connection.to_prefill.append(frame)
         return True
+
+    def receive(self, number: int, frame: bytes, now_s: float) -> None:
+        self.session.on_frame(number, frame, now_s)
 
     def close(self, link: int) -> None:
         self.network.connections[link].decode_open = False
@@ -222,6 +234,7 @@ class Connection:
     decode_open: bool = True
     told_decode: bool = False
     cut: bool = False  # the connection broke, both processes live
+    silent: bool = False  # nothing passes any more, and P is not told, nor D unless the connection is cut too
     to_prefill: deque[bytes] = field(default_factory=deque)
     to_decode: deque[bytes] = field(default_factory=deque)
 
@@ -282,17 +295,25 @@ class SimNetwork:
             if process is connection.decode:
                 connection.decode_open = False
 
-    def freeze(self, process: SimPrefill | SimDecode) -> None:
-        """As SIGSTOP: it takes no step, its frames wait, what its backend writes by itself goes on."""
+    def freeze(self, process: SimPrefill | SimDecode, in_hand: bool) -> None:
+        """As SIGSTOP: it takes no step, its frames wait, what its backend writes by itself goes on. `in_hand`: it has just read one
+        of its frames, and the clock."""
+        waiting = [queue for queue in self.queues() if self._receiver(*queue) is process and self.queue(*queue)]
+        if in_hand and waiting:
+            process.in_hand = waiting[0][0], self.queue(*waiting[0]).popleft()
         process.frozen_at_s = self.now_s
 
-    def thaw(self, process: SimPrefill | SimDecode, num_frames: int) -> None:
-        """It goes on in the middle of a step: with the time it knew, `num_frames` of the frames that wait, and its timers. Then
-        comes a step that looks at the clock."""
-        for number, towards_prefill in [queue for queue in self.queues(thawing=process) if self._receiver(*queue) is process]:
-            for _ in range(num_frames):
-                if (number, towards_prefill) in self.queues(thawing=process):
-                    self.deliver(number, towards_prefill)
+    def thaw(self, process: SimPrefill | SimDecode, num_frames: int, commands: Callable[[], None] = lambda: None) -> None:
+        """It goes on in the middle of a step: handles the frame in hand, obeys its scheduler's `commands` (or did before the frame; all
+        the same), reads other frames with the clock as it is, does the rest of the step with the time at which the step began. Then
+        comes another step."""
+        if process.in_hand is not None:
+            process.receive(*process.in_hand, process.now_s)
+            process.in_hand = None
+        commands()
+        for queue in [queue for queue in self.queues(thawing=process) if self._receiver(*queue) is process]:
+            for _ in range(min(num_frames, len(self.queue(*queue)))):
+                process.receive(queue[0], self.queue(*queue).popleft(), self.now_s)
         process.step()
         process.frozen_at_s = None
         process.step()
@@ -301,9 +322,16 @@ class SimNetwork:
         return [number for number, connection in self.connections.items() if connection.decode_open and not connection.cut]
 
     def cut(self, number: int) -> None:
-        """The connection breaks; D is told as by a frame, P finds out when it sends."""
+        """The connection breaks; D is told as by a frame, P finds out when it sends, if the connection is not silent."""
         self.connections[number].cut = True
         self.connections[number].to_prefill.clear()
+
+    def silence(self, number: int) -> None:
+        """Nothing passes on the connection any more, and nobody is told."""
+        connection = self.connections[number]
+        connection.silent = True
+        connection.to_prefill.clear()
+        connection.to_decode.clear()
 
     # ---- frames, one at a time -------------------------------------------------------------------------------------------
 
@@ -323,14 +351,14 @@ class SimNetwork:
         if towards_prefill:
             frame = connection.to_prefill.popleft()
             if connection.prefill is not None and connection.prefill.alive:
-                connection.prefill.session.on_frame(b"%d" % number, frame, "127.0.0.1", connection.prefill.now_s)
+                connection.prefill.receive(number, frame, self.now_s)
                 connection.prefill.step()
         elif connection.to_decode:
-            connection.decode.session.on_frame(number, connection.to_decode.popleft(), connection.decode.now_s)
+            connection.decode.receive(number, connection.to_decode.popleft(), self.now_s)
             connection.decode.step()
         else:
             connection.told_decode = True
-            connection.decode.session.on_disconnected(number, "its connection ended", connection.decode.now_s)
+            connection.decode.session.on_disconnected(number, "its connection ended", self.now_s)
             connection.decode.step()
 
     def drop(self, number: int, towards_prefill: bool) -> None:
