@@ -36,7 +36,13 @@ def _mooncake(options: TransferOptions) -> TransferBackend:
     return MooncakeBackend(options)
 
 
-BACKENDS: dict[str, Callable[[TransferOptions], TransferBackend]] = {"shm": _shm, "tcp": _tcp, "mooncake": _mooncake}
+def _nixl(options: TransferOptions) -> TransferBackend:
+    from kvtransfer.nixl import NixlBackend
+
+    return NixlBackend(options)
+
+
+BACKENDS: dict[str, Callable[[TransferOptions], TransferBackend]] = {"shm": _shm, "tcp": _tcp, "nixl": _nixl, "mooncake": _mooncake}
 
 
 def make_backend(name: str, region: Region, options: TransferOptions) -> AutoBackend:

@@ -3,7 +3,7 @@
 NIXL lets whoever has the keys of a region write to it, and has no way to take them back. So the description in Hello has no keys:
 it says how to reach the agent, and a secret. The keys travel in a message between the agents, to a peer that was accepted:
 
-    ASK             connect() was called; again every ASK_EVERY_S until the grant is there
+    ASK             connect() was called, or the connection has been made anew
     GRANT n, keys   accept() was called: the peer may write. n is new for every grant
     REVOKE n        disconnect() was called: stop what is queued under grant n, and say OVER
     OVER n          nothing is outstanding under grant n, and nothing more will be posted: the fence of n has passed
@@ -11,8 +11,10 @@ it says how to reach the agent, and a secret. The keys travel in a message betwe
 Each message carries a proof that its sender knows both secrets, so only the two that met in Hello can speak to each other. A peer that does
 not answer a REVOKE (dead, cut off, stopped) has its fence pass by time, see host_process.py.
 
-One Peer is one process at the other end: a grant may run in either direction. Requests under our grant that fail or are cut off are
-awaited all the same; only then are the connection and its keys dropped, and made again if they are still wanted.
+A GRANT follows every accept(), so one ASK for each connection is enough. One Peer is one process at the other end: a grant may run in either
+direction. Requests that fail or are cut off are awaited all the same before their connection is dropped. UCX is at its weakest where
+it connects to the same process again (ai-dynamo/nixl issue 1983, ModelTC/LightLLM issue 1470), so that is done for a broken connection
+only, after a pause, and never towards a process that is seen to be gone.
 """
 
 import hashlib
@@ -29,7 +31,7 @@ from kvtransfer.host_process import HostProcess, is_gone
 from kvtransfer.nixl_library import NixlAgent, Request
 
 MAX_PARTS_IN_FLIGHT = 4  # of one peer; bounds what may still land after it was cut off
-ASK_EVERY_S = 0.5
+RECONNECT_MIN_S, RECONNECT_MAX_S = 0.5, 8.0  # pause before a broken connection is made anew; doubles each time
 GRANT_TIMEOUT_S = 3.0  # that the queue waits for; a peer that has not answered by then is as good as unreachable
 ERROR_HOLD_S = 0.5  # from a failed request to its ticket: what UCX had given to a socket or a card has landed, or is lost with the connection
 GIVE_UP_S = 30.0  # for requests that a lost peer keeps unfinished: longer than any transport of UCX tries (RC: 8 x 1 s, TCP: keepalive)
@@ -94,15 +96,18 @@ class Peer:
         self._agent = agent
         self._key = hashlib.sha256(b"".join(sorted((secret, theirs.secret)))).digest()
         self._part_done = part_done
-        self._loaded = False  # the agent knows how to reach the peer
+        self._loaded = False  # the agent has a connection
+        self._keys = b""  # that the connection has
         self._taken = 0  # number of the grant under which we write; 0: none
         self._revoked = 0  # the highest number that was taken back: messages of two connections may overtake each other
         self._queue: deque[Part] = deque()
         self._in_flight: list[Posted] = []
-        self._ending_since_s: float | None = None  # nothing more is posted until the connection has been dropped
+        self._ending_since_s: float | None = None  # nothing more is posted under the present grant
+        self._is_broken = False  # the connection
         self._clean = True  # no request has ever failed: then, and only then, is our word that nothing can land any more good
-        self._ask_at_s = 0.0
-        self._speak_at_s = 0.0  # not before
+        self._has_asked = False
+        self._reconnect_at_s = 0.0  # not before
+        self._pause_s = RECONNECT_MIN_S
         self._queued_since_s: float | None = None  # the queue waits for a grant
         self._shut_out = False  # revoked, and not granted anew since
         self._cause: TransferError | None = None  # why there may be no grant
@@ -142,7 +147,7 @@ class Peer:
         if self.given is not None and self.has_told:
             self._say(Message("REVOKE", self.given.number), now_s)
         self.connected_as = self.given = None
-        self._shut_out = False
+        self._shut_out = self._has_asked = False
         self._end(now_s)
         self.step(now_s)
 
@@ -150,10 +155,10 @@ class Peer:
         """Whether something was posted or has ended."""
         moved = self._check(now_s)
         if self._ending_since_s is not None and (not self._in_flight or now_s - self._ending_since_s >= GIVE_UP_S):
-            self._drop(now_s)
+            self._settle(now_s)
         if self._ending_since_s is not None:
             return moved
-        if self.given is not None and not self.has_told and now_s >= self._speak_at_s:
+        if self.given is not None and not self.has_told and self._may_speak(now_s):
             self.has_told = self._say(Message("GRANT", self.given.number, self._agent.memory_keys()), now_s)
         if self._taken:
             return self._post(now_s) or moved
@@ -189,11 +194,14 @@ class Peer:
 
     def _take(self, message: Message) -> None:
         try:
-            self._agent.load(message.keys)
+            if message.keys != self._keys:  # NIXL would take a second copy for a conflict
+                self._agent.load(message.keys)
+                self._keys = message.keys
         except TransferError as error:
             self._cause = error
         else:
             self._taken, self._queued_since_s, self._shut_out, self._cause = message.grant, None, False, None
+            self._pause_s = RECONNECT_MIN_S
 
     def _verified(self, raw: bytes) -> Message | None:
         mac, body = raw[:MAC_NBYTES], raw[MAC_NBYTES:]
@@ -205,7 +213,9 @@ class Peer:
             return None
 
     def _say(self, message: Message, now_s: float) -> bool:
-        """False: the peer cannot be reached now; its connection is made anew."""
+        """False: the peer cannot be reached now. Only an ASK and a GRANT are worth a new connection."""
+        if not self._loaded and message.kind in ("REVOKE", "OVER"):
+            return False
         body = msgspec.msgpack.encode(message)
         try:
             if not self._loaded:
@@ -214,10 +224,12 @@ class Peer:
             self._agent.notify(self.description.agent, self._mac(self._agent.name, body) + body)
         except TransferError as error:
             self._cause = error
-            self._speak_at_s = now_s + ASK_EVERY_S
-            self._end(now_s)
+            self._broke(now_s)
             return False
         return True
+
+    def _may_speak(self, now_s: float) -> bool:
+        return self._loaded or (now_s >= self._reconnect_at_s and not is_gone(self.description.process))
 
     def _mac(self, sender: str, body: bytes) -> bytes:
         return hmac.digest(self._key, sender.encode() + b"\0" + body, "sha256")
@@ -225,9 +237,8 @@ class Peer:
     # ---- what we do to the peer -----------------------------------------------------------------------------------------
 
     def _await_grant(self, now_s: float) -> None:
-        if now_s >= max(self._ask_at_s, self._speak_at_s):
-            self._ask_at_s = now_s + ASK_EVERY_S
-            self._say(Message("ASK"), now_s)
+        if not self._has_asked and self._may_speak(now_s):
+            self._has_asked = self._say(Message("ASK"), now_s)
         if not self._queue:
             self._queued_since_s = None
             return
@@ -238,7 +249,7 @@ class Peer:
         elif is_gone(self.description.process):
             self._fail_queue(TransferError(f"peer {self.connected_as}: its process has ended"))
         elif now_s - self._queued_since_s >= GRANT_TIMEOUT_S:
-            self._queued_since_s = None
+            self._queued_since_s, self._has_asked = None, False
             cause = f" ({self._cause})" if self._cause else ""
             self._fail_queue(TransferError(f"peer {self.connected_as} does not answer, or has not accepted this node{cause}"))
 
@@ -283,7 +294,7 @@ class Peer:
         posted.error = TransferError(f"peer {self.connected_as}: {cause}")
         posted.due_s = now_s + ERROR_HOLD_S
         self._clean = False
-        self._end(now_s)
+        self._broke(now_s)
 
     def _fail_queue(self, error: TransferError) -> None:
         while self._queue:
@@ -293,12 +304,21 @@ class Peer:
         if self._ending_since_s is None:
             self._ending_since_s = now_s
 
-    def _drop(self, now_s: float) -> None:
-        """The connection and its keys, now that nothing is outstanding, or nothing is awaited any more."""
-        self._clean = self._clean and not self._in_flight
+    def _broke(self, now_s: float) -> None:
+        self._is_broken = True
+        self._reconnect_at_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, RECONNECT_MAX_S)
+        self._end(now_s)
+
+    def _settle(self, now_s: float) -> None:
+        """Nothing is outstanding under our grant, or nothing is awaited any more."""
+        if self._in_flight:
+            self._clean = False
+            self.abandon()
+            self._is_broken = True
         if self._taken and self._clean:
             self._say(Message("OVER", self._taken), now_s)
-        self.abandon()
-        if self._loaded:
+        self._taken, self._ending_since_s = 0, None
+        if self._loaded and (self._is_broken or not self.is_wanted):
             self._agent.forget(self.description.agent)
-        self._loaded, self._taken, self._ending_since_s, self._ask_at_s = False, 0, None, 0.0
+            self._loaded, self._is_broken, self._has_asked, self._keys = False, False, False, b""
