@@ -59,12 +59,13 @@ def mapped(fd: int, nbytes: int, *, writable: bool = True) -> Buffer:
     return buffer
 
 
-def make_huge(address: int) -> None:
-    """Back the 2 MiB at `address`, a multiple of 2 MiB inside a mapping, with one huge page, now. Unlike MADV_HUGEPAGE this works for
-    shared memory whatever shmem_enabled says. What the memory holds stays, and may be used meanwhile. See MADV_COLLAPSE in madvise(2).
-    Raises OSError: EINVAL where the kernel cannot do it, ENOMEM, EAGAIN or EBUSY where it has none to give now."""
-    ctypes.string_at(address, 1)  # at least one small page must be there
-    if _libc.madvise(address, HUGE_NBYTES, MADV_COLLAPSE):
+def make_huge(address: int, nbytes: int) -> None:
+    """Back a part of a mapping, whole multiples of 2 MiB, with huge pages, now. Unlike MADV_HUGEPAGE this works for shared memory
+    whatever shmem_enabled says. What the memory holds stays, and may be used meanwhile. See MADV_COLLAPSE in madvise(2).
+    Raises OSError when some stay small: EINVAL where the kernel cannot do it, ENOMEM, EAGAIN or EBUSY where it has none to give now."""
+    for at in range(address, address + nbytes, HUGE_NBYTES):
+        ctypes.string_at(at, 1)  # at least one small page must be there
+    if _libc.madvise(address, nbytes, MADV_COLLAPSE):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 

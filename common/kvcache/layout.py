@@ -29,6 +29,7 @@ from common.layers.arrays import Array, as_array
 logger = logging.getLogger(__name__)
 
 PADDING_PAGE = 0
+TAKE_NBYTES = 8 * memfd.HUGE_NBYTES  # at a time: a call for each huge page takes twice as long in all, more on a busy machine
 ITEM_NBYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
@@ -121,16 +122,18 @@ class SharedMemory:
         self._has_small_pages = False
 
     def take(self, nbytes: int) -> None:
-        """Back the first `nbytes` with huge pages, where the kernel gives them. 0.12 ms for 2 MiB, as the first touch of private
-        memory; with 4 KiB pages a first touch of 2 MiB takes 1.6 ms, and a peer that copies to it has to wait for that."""
+        """Back the first `nbytes`, and up to TAKE_NBYTES more, with huge pages, where the kernel gives them. That takes as long as the
+        first touch of private memory, 2 ms for TAKE_NBYTES. With 4 KiB pages a first touch takes 14 times that, and a peer that
+        copies to it would have to wait for it."""
         while self._nbytes_taken < min(nbytes, self._nbytes):
+            part_nbytes = min(TAKE_NBYTES, memfd.whole_huge_pages(self._nbytes - self._nbytes_taken))
             try:
-                memfd.make_huge(ctypes.addressof(self.buffer) + self._nbytes_taken)
-            except OSError as error:  # the next one may be had: none are free now, or this kernel has none for shared memory
+                memfd.make_huge(ctypes.addressof(self.buffer) + self._nbytes_taken, part_nbytes)
+            except OSError as error:  # the next ones may be had: none are free now, or this kernel has none for shared memory
                 if not self._has_small_pages:
                     logger.info("KV pool in small pages from %d MiB on, decode steps may take longer: %s", self._nbytes_taken >> 20, error)
                 self._has_small_pages = True
-            self._nbytes_taken += memfd.HUGE_NBYTES
+            self._nbytes_taken += part_nbytes
 
 
 def _allocate(layout: KVLayout, num_pages: int, device: torch.device, shared: SharedMemory | None) -> torch.Tensor:
