@@ -109,8 +109,7 @@ class DecodeScheduler:
         if refusal:
             self._outbox.failure(request, refusal)
             self._pages.release(request)
-            if refusal.code != "duplicate_room":  # P knows that room by the request that has it
-                self._withdraw(request, refusal)
+            self._withdraw(request, refusal)
         else:
             request.place = Place.ROOM
             self._rooms[to.room] = request
@@ -192,8 +191,11 @@ class DecodeScheduler:
         return False
 
     def _withdraw(self, request: Request, failure: Failure) -> None:
-        """The request ended before it was offered: P need not wait for an offer."""
-        if to := request.bootstrap:
+        """The request ended before it was offered: P need not wait for an offer. Unless it was a duplicate: the room is another's."""
+        to = request.bootstrap
+        if to is None or to.room in self._rooms or to.room in self._quarantine:
+            return
+        if not any(other.bootstrap is not None and other.bootstrap.room == to.room for other in self._work.line):
             self._endpoint.withdraw(to.room, to.host, to.port, failure)
 
     def _quarantine_pages(self, request: Request) -> None:

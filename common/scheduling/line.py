@@ -13,6 +13,8 @@ way round: the newest running request first (running.py). Together this bounds e
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
+from itertools import chain
 
 from common.scheduling.request import Place, Request
 
@@ -24,6 +26,9 @@ class Line:
 
     def __len__(self) -> int:
         return len(self._again) + len(self._new)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._again, self._new)
 
     @property
     def head(self) -> Request | None:
@@ -51,4 +56,4 @@ class Line:
             self._new.remove(request)
 
     def num_arriving(self) -> int:
-        return sum(request.place is Place.ARRIVING for request in self._new)
+        return sum(request.place is Place.ARRIVING for request in self)

@@ -90,3 +90,16 @@ def test_a_duplicate_is_not_withdrawn() -> None:
         decode.assert_right(first, PROMPT, 5)
         assert withdrawn == []
         nodes.run_until_idle()
+
+
+def test_a_duplicate_that_leaves_while_both_wait_for_pages_is_not_withdrawn() -> None:
+    with PdNodes() as nodes:
+        _, decode, running = full_pair(nodes)
+        first = nodes.submit(PROMPT, 5)
+        nodes._rooms = iter([2])
+        second = nodes.submit(PROMPT, 5)
+        nodes.run(lambda: decode.scheduler.stats()["arriving_requests"] == 2)
+        decode.abort(second)
+        nodes.run_until_answered(first, running)
+        decode.assert_right(first, PROMPT, 5)
+        nodes.run_until_idle()
