@@ -4,8 +4,8 @@ The first part to be copied makes a worker call the peer (shm_receiver.py) and m
 at most PIECE_NBYTES (shm_copy.py), each under the peer's gate (shm_gate.py).
 
 A part fails when the peer refuses us, has shut its gate, or has closed the connection, as the kernel does when its process ends.
-All that waits fails with it and the mapping is given up; what is posted later calls again. So what was posted while the peer
-let us in is never written into what a later accept() of it lets in.
+All that was posted fails with it and the mapping is given up; what is posted later calls again. So what was posted before is never
+written into what a later accept() lets in.
 """
 
 import ctypes
@@ -76,10 +76,11 @@ class Peer:
         self._num_lanes = num_lanes
         self._region = region
         self._part_done = part_done
-        self._changed = threading.Condition()  # guards the five below
+        self._changed = threading.Condition()  # guards the six below
         self._waiting: deque[Part] = deque()
         self._calling: GuardedSocket | None = None
         self._mapping: Mapping | None = None
+        self._generation = 0  # grows whenever all is given up
         self._stopping = False
         self._threads: list[threading.Thread] = []
         self._one_calls = threading.Lock()
@@ -90,10 +91,16 @@ class Peer:
         with self._changed:
             self._waiting.extend(parts)
             self._changed.notify(len(parts))
-        while len(self._threads) < min(self._num_lanes, len(parts)):
+            num_wanted = min(self._num_lanes, len(self._waiting))
+        while len(self._threads) < num_wanted:
             thread = threading.Thread(target=self._run, args=(len(self._threads),), name="kv-copy", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process may have no more
+                if not self._threads:
+                    self._give_up(self._generation, self._error(str(error)))
+                return
             self._threads.append(thread)
-            thread.start()
 
     def interrupt(self) -> None:
         """First half of stop(), for stopping several peers at once."""
@@ -108,32 +115,33 @@ class Peer:
         self.interrupt()
         for thread in self._threads:
             thread.join()
-        self._give_up(self._mapping, self._error("disconnected"))
+        self._give_up(self._generation, self._error("disconnected"))
 
     # ---- the lanes' threads ---------------------------------------------------------------------------------------------
 
     def _run(self, lane: int) -> None:
-        while part := self._next_part():
-            error = self._carry(lane, part)
-            self._part_done(part.ticket, error)
+        while taken := self._next_part():
+            part, generation = taken
+            self._part_done(part.ticket, self._carry(lane, part, generation))
 
-    def _next_part(self) -> Part | None:
+    def _next_part(self) -> tuple[Part, int] | None:
+        """With its generation."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._stopping)
-            return None if self._stopping else self._waiting.popleft()
+            return None if self._stopping else (self._waiting.popleft(), self._generation)
 
-    def _carry(self, lane: int, part: Part) -> TransferError | None:
+    def _carry(self, lane: int, part: Part, generation: int) -> TransferError | None:
         try:
-            mapping = self._mapped()
+            mapping = self._mapped(generation)
         except Exception as error:  # whatever it is, it becomes the tickets' error: nobody waits for a thread that died
             failed = self._error("disconnected" if self._stopping else str(error))
-            self._give_up(None, failed)
+            self._give_up(generation, failed)
             return failed
         for piece in pieces(part.local_pages, part.remote_pages, self.target.page_nbytes):
             reason = self._copy_piece(lane, part.op, piece, mapping)
             if reason:
                 failed = self._error(reason)
-                self._give_up(mapping, failed)
+                self._give_up(generation, failed)
                 return failed
         return None
 
@@ -154,14 +162,17 @@ class Peer:
             gate.leave()
         return "" if mapping.peer_lives() else "its process is gone, or it has disconnected this node"
 
-    def _give_up(self, mapping: Mapping | None, error: TransferError) -> None:
-        """Everything that waits fails, and what comes later calls anew."""
+    def _give_up(self, generation: int, error: TransferError) -> None:
+        """The mapping is closed and everything that waits fails, unless another lane has seen to it."""
         with self._changed:
+            if generation != self._generation:
+                return
+            self._generation += 1
             waiting = list(self._waiting)
             self._waiting.clear()
-            if mapping is not None and self._mapping is mapping:
+            if self._mapping is not None:
+                self._mapping.connection.close()
                 self._mapping = None
-                mapping.connection.close()
         for part in waiting:
             self._part_done(part.ticket, error)
 
@@ -170,9 +181,11 @@ class Peer:
 
     # ---- the call -------------------------------------------------------------------------------------------------------
 
-    def _mapped(self) -> Mapping:
+    def _mapped(self, generation: int) -> Mapping:
         """What it raises says why the pool is not mapped."""
         with self._one_calls:
+            if generation != self._generation:
+                raise WireError("it has disconnected this node")
             if self._mapping is None:
                 mapping = self._call()
                 with self._changed:

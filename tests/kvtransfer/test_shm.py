@@ -1,6 +1,7 @@
 """The shm backend beyond the contract: its fence, its strangers, its descriptors and mappings. The contract is in test_conformance.py."""
 
 import base64
+import itertools
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from transfer_harness import HARNESSES, SUPPORT_DIR, Node, page_ids, wait_passed
 
 from common.errors import StartupError
-from kvtransfer import shm_copy
+from kvtransfer import shm_copy, shm_sender
 from kvtransfer.auto import AutoBackend
 from kvtransfer.backend import NO_FENCE, Completion, PeerId, Region, Ticket, TransferError
 from kvtransfer.factory import make_backend
@@ -193,6 +194,31 @@ def test_what_was_posted_before_a_disconnect_is_not_written_after_the_next_accep
     there.pool[:] = 0
     assert here.wait(here.post("WRITE", there.peer, [0], [0])) == [None]
     assert there.pool.sum() == PAGE_NBYTES
+
+
+def test_a_lane_that_comes_late_does_not_write_into_the_next_accept(nodes: Nodes, held: HeldCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = nodes.pair(lanes=2)
+    second_lane_may_map = threading.Event()
+    mapped = shm_sender.Peer._mapped
+    calls = itertools.count()
+
+    def late(peer: shm_sender.Peer, generation: int) -> shm_sender.Mapping:
+        if next(calls) == 1:
+            assert second_lane_may_map.wait(WAIT_S)
+        return mapped(peer, generation)
+
+    monkeypatch.setattr(shm_sender.Peer, "_mapped", late)
+    tickets = [post_all(here, there) for _ in range(2)]
+    assert held.half_done.wait(WAIT_S)
+    fence = there.backend.disconnect(here.peer)
+    there.meet(here)
+    held.go_on.set()
+    wait_passed(fence)
+    there.pool[:] = 0
+    second_lane_may_map.set()
+    assert None not in here.wait(*tickets)
+    assert not there.pool.any()
+    assert here.wait(here.post("WRITE", there.peer, [0], [0])) == [None]
 
 
 def test_a_fence_that_is_open_when_the_backend_closes_still_tells_the_truth(nodes: Nodes, held: HeldCopies) -> None:
@@ -398,6 +424,18 @@ def test_lanes_share_a_post(nodes: Nodes) -> None:
     there.fill(2)
     assert here.wait(here.post("READ", there.peer, local, remote)) == [None]
     assert (there.pool[remote] == here.pool[local]).all()
+
+
+def test_a_post_without_a_thread_to_carry_it_fails(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    here, there = nodes.pair()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_more)
+        ticket = post_all(here, there)
+    assert "can't start new thread" in str(here.wait(ticket)[0])
+    assert here.wait(post_all(here, there)) == [None]
 
 
 # ---- resources ---------------------------------------------------------------------------------------------------------------
