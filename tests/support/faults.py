@@ -16,7 +16,8 @@ A write (any posted ticket) meets one of
 
 and a frame, when it is sent, one of
 
-    drop, duplicate, corrupt (one bit flipped), delay (delay_s), reorder (leaves after the next one to that peer)
+    drop, duplicate, corrupt (one bit flipped), delay (delay_s), reorder (leaves after the next one to that peer, or delay_s
+    later)
     cut        D's wire: the connection ends, both sides notice. P's wire, which cannot end one: as partition
     partition  nothing passes any more on this connection, either way, and nobody is told
 
@@ -408,7 +409,7 @@ class FaultyWire:
         self._faults = faults
         self._site = site
         self._delayed: list[tuple[float, Any, bytes]] = []
-        self._swapped: dict[Any, bytes] = {}  # leaves after the next one
+        self._swapped: dict[Any, tuple[float, bytes]] = {}  # leaves after the next one, or when its time has come
         self._silent: set[Any] = set()
         self._cut: set[Any] = set()
         self._to_tell: list[tuple[Any, str]] = []
@@ -434,7 +435,7 @@ class FaultyWire:
                 return True
             case "reorder":
                 self._flush(to)
-                self._swapped[to] = frame
+                self._swapped[to] = self._faults.now() + self._faults.delay_s, frame
                 return True
             case "cut" | "partition":
                 self._end(to, fault.kind)
@@ -448,7 +449,7 @@ class FaultyWire:
         due, self._delayed = [late for late in self._delayed if late[0] <= now_s], [late for late in self._delayed if late[0] > now_s]
         for _, to, frame in due:
             self._send_late(to, frame)
-        for to in list(self._swapped):
+        for to in [to for to, (due_s, _) in self._swapped.items() if due_s <= now_s]:
             self._flush(to)
         for received in self._inner.frames():
             if received[0] not in self._silent | self._cut:
@@ -473,7 +474,7 @@ class FaultyWire:
 
     def _flush(self, to: Any) -> None:
         if to in self._swapped:
-            self._send_late(to, self._swapped.pop(to))
+            self._send_late(to, self._swapped.pop(to)[1])
 
     def _send_late(self, to: Any, frame: bytes) -> None:
         if to not in self._silent | self._cut:
