@@ -301,11 +301,11 @@ def test_token_1_that_is_overtaken_fails_the_room_and_leaves_no_page_behind(wire
     assert_the_pair_works(p, d)
 
 
-@pytest.mark.parametrize("kind", ["drop", "corrupt"])
-def test_an_offer_that_is_lost_ends_at_the_deadline_on_both_sides(wired: Cluster, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "fraction"), [("drop", 0.0), ("corrupt", 0.0), ("corrupt", 0.8)])
+def test_an_offer_that_is_lost_or_damaged_ends_at_the_deadline_on_both_sides(wired: Cluster, kind: str, fraction: float) -> None:
     p, d = wired.pair(peer_timeout_s=60.0, heartbeat_s=10.0)  # no heartbeat may take the fault
     assert_the_pair_works(p, d, 98)
-    wired.faults.script("D wire", Decision(kind, 0.0))
+    wired.faults.script("D wire", Decision(kind, fraction))
     begin(p, d, 1, timeout_s=1.0)
     for node, stage in ((p, "transfer"), (d, "transfer")):
         names, failure = ends(node, 1)
@@ -334,8 +334,8 @@ FREE_ON_D, FREE_ON_P = 0xEE, 0xDD
 AT_ONCE, TOTAL_ROOMS = 4, 150
 BACKEND_RATES = {"P": {"delay": 0.1, "hold": 0.1, "partial": 0.05, "error": 0.05, "refuse": 0.05, "corrupt": 0.1, "cut": 0.05}}
 WIRE_RATES = {
-    "P wire": {"duplicate": 0.05, "delay": 0.1, "reorder": 0.05, "drop": 0.01},
-    "D wire": {"duplicate": 0.05, "delay": 0.1, "reorder": 0.05, "drop": 0.01, "cut": 0.005},
+    "P wire": {"duplicate": 0.05, "delay": 0.1, "reorder": 0.05, "drop": 0.01, "corrupt": 0.01},
+    "D wire": {"duplicate": 0.05, "delay": 0.1, "reorder": 0.05, "drop": 0.01, "corrupt": 0.01, "cut": 0.005},
 }
 
 
@@ -359,7 +359,7 @@ class Traffic:
 
     def begin(self, room: int) -> None:
         self.p.pool[self.take(self.p, room)] = self.content(room)
-        begin(self.p, self.d, room, self.take(self.d, room), timeout_s=3.0)
+        begin(self.p, self.d, room, self.take(self.d, room), timeout_s=1.5)
 
     @staticmethod
     def content(room: int) -> np.ndarray:

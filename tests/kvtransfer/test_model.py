@@ -31,7 +31,7 @@ from transfer_sim import NUM_PAGES, PAGE_NBYTES, PAGE_SIZE, SimDecode, SimNetwor
 from common.errors import Failure
 from kvtransfer.events import Delivered, Event, OfferJoined, PagesReturned, RoomFailed
 from kvtransfer.link import Address
-from kvtransfer.protocol import Undecodable, decode_to_decode, decode_to_prefill, num_pages_of
+from kvtransfer.protocol import num_pages_of
 
 RANDOM_EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "0"))
 EXAMPLES = RANDOM_EXAMPLES or 2000
@@ -302,20 +302,9 @@ class Transfers(RuleBasedStateMachine):
             what = pick(("deliver", "deliver", "deliver", "drop", "repeat", "swap", "corrupt"), m)
             queue = pick(queues, n)
             if what == "corrupt":
-                self.corrupt_frame(*queue, k / 1000)
+                self.network.corrupt(*queue, k / 1000)
             else:
                 getattr(self.network, what)(*queue)
-
-    def corrupt_frame(self, number: int, towards_prefill: bool, fraction: float) -> None:
-        """Into something that is no message: frames carry no checksum."""
-        self.network.corrupt(number, towards_prefill, fraction)
-        queue = self.network.queue(number, towards_prefill)
-        if queue:
-            try:
-                (decode_to_prefill if towards_prefill else decode_to_decode)(queue[0])
-            except Undecodable:
-                return
-            queue[0] = queue[0][:-1]
 
     def pump(self, *_: int) -> None:
         self.network.pump()
