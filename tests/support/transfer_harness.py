@@ -25,6 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from common import memfd
+from kvtransfer.auto import AutoBackend
 from kvtransfer.backend import Fence, Op, PageIds, PeerId, Region, Ticket, TransferBackend, TransferError
 from kvtransfer.factory import BACKENDS
 from kvtransfer.memory import MemoryBackend, MemoryFabric
@@ -294,7 +295,17 @@ def free_port() -> int:
             return port
 
 
+class AutoHarness(ProcessHarness):
+    """What nodes of one host get by default: the choice is made for each peer."""
+
+    name = "auto"
+
+    def backend(self, options: TransferOptions = TransferOptions()) -> AutoBackend:  # noqa: B008 - frozen
+        return AutoBackend({name: BACKENDS[name](options) for name in ("shm", "tcp")})
+
+
 HARNESSES: dict[str, type[Harness]] = {
+    "auto": AutoHarness,
     "memory": MemoryHarness,
     **{name: type(f"{name.title()}Harness", (ProcessHarness,), {"name": name}) for name in BACKENDS},
 }
