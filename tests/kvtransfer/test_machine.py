@@ -42,7 +42,7 @@ DIAL: dict[str, dict[str, str]] = {
     "CONNECTING": {"ACK": "UP", "ACK_ALIAS": "ALIAS", "REFUSE": "REFUSED", "LOSE": "DOWN"},
     "UP": {"LOSE": "DOWN"},
     "ALIAS": {"LOSE": "DOWN"},
-    "REFUSED": {"DIAL": "CONNECTING"},
+    "REFUSED": {"DIAL": "CONNECTING", "LOSE": "DOWN"},
 }
 TABLES: list[tuple[Table[Any, Any], type[Enum], type[Enum], dict[str, dict[str, str]]]] = [
     (SENDER_TABLE, SenderState, SenderEvent, SENDER),
