@@ -4,12 +4,15 @@ Prints its description, or why it cannot start, then answers one command a line;
 """
 
 import base64
+import ctypes
 import json
+import signal
 import sys
 
 from transfer_harness import HARNESSES, Node
 
 from common.errors import StartupError
+from common.launch import PR_SET_PDEATHSIG
 from kvtransfer.backend import PeerId
 from kvtransfer.settings import TransferOptions
 
@@ -54,4 +57,5 @@ def answer(value: object) -> None:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a frozen one never sees the end of its input
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
