@@ -35,6 +35,7 @@ from kvtransfer.shm_copy import PIECE_NBYTES, PIECE_RUNS, pieces
 from kvtransfer.shm_gate import Gate, GatePass
 from kvtransfer.shm_receiver import MAX_HANDSHAKES
 from kvtransfer.tcp import TcpBackend
+from kvtransfer.tcp_wire import CHALLENGE, HELLO, MAGIC, VERSION, WELCOME, Verdict
 
 PAGE_NBYTES = 1 << 20
 NUM_PAGES = 3 * PIECE_NBYTES // PAGE_NBYTES  # a post of all pages is three pieces
@@ -123,6 +124,10 @@ class HeldCopies:
         self.half_done = threading.Event()
         self.go_on = threading.Event()
         monkeypatch.setattr(shm_copy, "_memmove", self._copy_in_halves)
+
+    def again(self) -> None:
+        self.half_done.clear()
+        self.go_on.clear()
 
     def _copy_in_halves(self, destination: int, source: int, nbytes: int) -> None:
         half = nbytes // 2
@@ -215,10 +220,14 @@ def test_a_lane_that_comes_late_does_not_write_into_the_next_accept(nodes: Nodes
     held.go_on.set()
     wait_passed(fence)
     there.pool[:] = 0
+    held.again()
+    later = [here.post("WRITE", there.peer, [page], [page]) for page in (0, 1)]
+    assert held.half_done.wait(WAIT_S)
     second_lane_may_map.set()
     assert None not in here.wait(*tickets)
-    assert not there.pool.any()
-    assert here.wait(here.post("WRITE", there.peer, [0], [0])) == [None]
+    held.go_on.set()
+    assert here.wait(*later) == [None, None]
+    assert there.pool.sum() == 2 * PAGE_NBYTES
 
 
 def test_a_fence_that_is_open_when_the_backend_closes_still_tells_the_truth(nodes: Nodes, held: HeldCopies) -> None:
@@ -310,15 +319,20 @@ def test_a_wrong_secret_is_refused_and_maps_nothing(nodes: Nodes, side: str, cap
     assert not there.pool.any()
 
 
-def test_another_process_behind_the_name_is_found_out(nodes: Nodes) -> None:
-    here, there, other = nodes.one(), nodes.one(), nodes.one()
-    other.meet(here)
-    theirs = msgspec.json.decode(other.description, type=ShmDescription)
-    forged = changed(there, address=theirs.address, identity=msgspec.structs.replace(theirs.identity, secret=b"0" * 16))
-    here.backend.connect(there.peer, forged)
-    (error,) = here.wait(post_all(here, there))
-    assert "refused us" in str(error) or "does not know its own secret" in str(error)
-    assert not other.pool.any()
+def test_another_process_behind_the_name_is_found_out_and_its_pool_not_mapped(nodes: Nodes) -> None:
+    here, there = nodes.one(), nodes.one()
+    with silent_listener() as impostor:
+        here.backend.connect(there.peer, changed(there, address=impostor.getsockname()[1:].decode()))
+        before = psutil.Process().num_fds(), mappings()
+        ticket = post_all(here, there)
+        accepted, _ = impostor.accept()
+        with accepted:
+            accepted.send(CHALLENGE.pack(MAGIC, VERSION, b"n" * 16))
+            assert len(accepted.recv(1000)) == HELLO.size
+            socket.send_fds(accepted, [WELCOME.pack(MAGIC, VERSION, Verdict.WELCOME, b"guess")], [there._shared_fd, there._shared_fd])
+            assert "does not know its own secret" in str(here.wait(ticket)[0])
+            assert accepted.recv(1) == b""
+    assert (psutil.Process().num_fds() + 1, mappings()) == before, "one less: the impostor's socket"
 
 
 def test_a_description_of_more_pages_than_the_pool_has_is_not_mapped(nodes: Nodes) -> None:
@@ -352,11 +366,10 @@ def call(node: Node) -> socket.socket:
     return connection
 
 
-def test_disconnect_interrupts_a_handshake_that_nobody_answers(nodes: Nodes) -> None:
+def test_disconnect_interrupts_a_handshake_that_nobody_answers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_sender, "CONNECT_TIMEOUT_S", 1000.0)
     here, there = nodes.one(), nodes.one()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.bind("\0" + f"pdserve-test-{os.getpid()}-{time.monotonic_ns()}")
-        silent.listen()
+    with silent_listener() as silent:
         here.backend.connect(there.peer, changed(there, address=silent.getsockname()[1:].decode()))
         ticket = post_all(here, there)
         accepted, _ = silent.accept()
@@ -364,6 +377,14 @@ def test_disconnect_interrupts_a_handshake_that_nobody_answers(nodes: Nodes) -> 
             here.backend.disconnect(there.peer)
             here.collect()
     assert "disconnected" in str(here.completed[ticket])
+
+
+def silent_listener() -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.settimeout(WAIT_S)
+    listener.bind(f"\0pdserve-test-{os.getpid()}-{time.monotonic_ns()}")
+    listener.listen()
+    return listener
 
 
 # ---- regions -----------------------------------------------------------------------------------------------------------------
