@@ -43,9 +43,11 @@ MAX_PART_NBYTES = 64 << 20
 MAX_PART_PAGES = 8192
 POLL_MIN_S, POLL_MAX_S = 20e-6, 500e-6
 GREET_S = 1e-3  # between looks for messages while some are expected
+FAILED_STEP_PAUSE_S = 0.5
 IDLE_S = 0.05  # a peer's message waits so long at most
 FENCE_DELAY_S = 10.0
 SAME_HOST_FENCE_S = 2.0  # to copy what MAX_PARTS_IN_FLIGHT holds, on a busy host
+DRAIN_S = 0.2  # for what a dead process of this host had sent over TCP: it lies in a socket of ours, which UCX's thread empties
 CLOSE_TIMEOUT_S = 1.0  # for peers to say OVER
 SECRET_NBYTES = 16
 
@@ -178,7 +180,12 @@ class NixlBackend:
             self._wake.wait(pause_s)
             self._wake.clear()
             with self._lock:
-                moved = self._step(time.monotonic())
+                try:
+                    moved = self._step(time.monotonic())
+                except Exception:  # a thread that ended would leave every ticket open; the sessions give up what makes no progress
+                    logger.exception("a step of the nixl backend failed")
+                    pause_s = FAILED_STEP_PAUSE_S
+                    continue
             if any(target.is_moving for target in self._peers.values()):
                 pause_s = POLL_MIN_S if moved else min(1.5 * pause_s, POLL_MAX_S)
             elif self._revocations or any(target.is_waiting for target in self._peers.values()):
@@ -248,4 +255,4 @@ class Revocation:
     def passed(self) -> bool:
         if (self.grant is None or self.grant.over) and not self.peer.has_outstanding:
             return True
-        return time.monotonic() - self._since_s >= self._host_fence.delay_s and self._host_fence.passed()
+        return time.monotonic() - self._since_s >= max(DRAIN_S, self._host_fence.delay_s) and self._host_fence.passed()

@@ -56,8 +56,11 @@ class NixlAgent:
             self._agent = self._lib.nixlAgent(self.name, config)
             self._ucx: list[int] = [self._agent.createBackend("UCX", backend_params(options))]
         except Exception as error:
-            raise StartupError(f"transfer backend nixl: UCX does not start: {error}; UCX_LOG_LEVEL=info shows why") from error
-        skip_destructors()
+            chosen = ", ".join(f"{name}={os.environ.get(name, '(unset)')}" for name in ("UCX_NET_DEVICES", "UCX_TLS"))
+            raise StartupError(f"transfer backend nixl: UCX does not start: {error}; {chosen}; UCX_LOG_LEVEL=info shows why") from error
+        finally:
+            skip_destructors()
+        self._registered: object = None
         self._ops = {"WRITE": self._lib.NIXL_WRITE, "READ": self._lib.NIXL_READ}
 
     def register(self, region: Region) -> None:
@@ -65,14 +68,15 @@ class NixlAgent:
         self._base, self._page_nbytes = region.base, region.page_nbytes
         self._segment, self._device = self._place(region.device)
         nbytes = region.num_pages * region.page_nbytes
-        self._registered = self._lib.nixlRegDList(self._segment, [(region.base, nbytes, self._device, "")])
+        memory = self._lib.nixlRegDList(self._segment, [(region.base, nbytes, self._device, "")])
         try:
-            self._agent.registerMem(self._registered, self._ucx)
+            self._agent.registerMem(memory, self._ucx)
         except Exception as error:
             raise StartupError(
                 f"transfer backend nixl: UCX cannot register {nbytes} bytes of {region.device} memory: {error}; "
                 "check ulimit -l, and that UCX_TLS, if set, has cuda for a GPU's memory"
             ) from error
+        self._registered = memory
 
     def contact(self) -> bytes:
         """What another agent load()s to talk to this one. It does not let it reach the memory."""
@@ -98,10 +102,11 @@ class NixlAgent:
 
     def messages(self) -> list[tuple[str, bytes]]:
         """What came in: (name the sender gives itself, message)."""
-        try:
-            received: dict[str, list[bytes]] = self._agent.getNotifs({}, self._ucx)
-        except UnicodeDecodeError:  # a stranger's name
-            return []
+        with _as_transfer_error():
+            try:
+                received: dict[str, list[bytes]] = self._agent.getNotifs({}, self._ucx)
+            except UnicodeDecodeError:  # a stranger's name
+                return []
         return [(agent, message) for agent, messages in received.items() for message in messages]
 
     def post(self, op: Op, agent: str, local_pages: PageIds, remote_pages: PageIds, remote_base: int, remote_device: str) -> Request:
@@ -130,8 +135,9 @@ class NixlAgent:
 
     def close(self) -> None:
         """Ends the library's threads and connections; the agent cannot be used any more."""
-        if hasattr(self, "_registered"):
-            self._agent.deregisterMem(self._registered, self._ucx)
+        if self._registered is not None:
+            with _as_transfer_error():
+                self._agent.deregisterMem(self._registered, self._ucx)
         del self._agent
 
     def _place(self, device: str) -> tuple[object, int]:

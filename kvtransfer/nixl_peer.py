@@ -194,14 +194,15 @@ class Peer:
 
     def _take(self, message: Message) -> None:
         try:
-            if message.keys != self._keys:  # NIXL would take a second copy for a conflict
+            self._connect()
+            if message.keys != self._keys:
                 self._agent.load(message.keys)
                 self._keys = message.keys
         except TransferError as error:
             self._cause = error
         else:
             self._taken, self._queued_since_s, self._shut_out, self._cause = message.grant, None, False, None
-            self._pause_s = RECONNECT_MIN_S
+            self._has_asked, self._pause_s = True, RECONNECT_MIN_S
 
     def _verified(self, raw: bytes) -> Message | None:
         mac, body = raw[:MAC_NBYTES], raw[MAC_NBYTES:]
@@ -218,15 +219,18 @@ class Peer:
             return False
         body = msgspec.msgpack.encode(message)
         try:
-            if not self._loaded:
-                self._agent.load(self.description.contact)
-                self._loaded = True
+            self._connect()
             self._agent.notify(self.description.agent, self._mac(self._agent.name, body) + body)
         except TransferError as error:
             self._cause = error
             self._broke(now_s)
             return False
         return True
+
+    def _connect(self) -> None:
+        if not self._loaded:
+            self._agent.load(self.description.contact)
+            self._loaded = True
 
     def _may_speak(self, now_s: float) -> bool:
         return self._loaded or (now_s >= self._reconnect_at_s and not is_gone(self.description.process))
