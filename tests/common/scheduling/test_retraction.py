@@ -311,28 +311,21 @@ def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones(monkeypatch:
 
 
 def test_retracting_the_last_running_request_does_not_put_the_node_to_sleep() -> None:
-    """A room holds the other pages. The prompt that is being computed goes on in the same step."""
-    fabric = MemoryFabric()
-    with PdNodes() as nodes:
-        nodes.add("prefill", fabric.backend())
-        decode = nodes.add("decode", fabric.backend(), num_pages=13, chunk=4, max_decode_delay_steps=1)
-        oldest = decode.submit([20, 21], 30)
-        while not decode.answers[oldest].token_ids:
-            decode.scheduler.step()
-        fabric.hold()
-        room_prompt, local_prompt = prompts_of(2, 17)
-        roomed = nodes.submit(room_prompt, 3)
-        nodes.run(lambda: decode.scheduler.stats()["rooms"] == 1 or decode.answers[roomed].over)
-        local = decode.submit(local_prompt, 3)
-        while not decode.num_retracted():
-            assert decode.scheduler.step()
-        assert decode.work.extending.requests or decode.work.running.requests
-        fabric.resume()
-        nodes.run_until_answered(oldest, roomed, local)
-        decode.assert_right(oldest, [20, 21], 30)
-        decode.assert_right(roomed, room_prompt, 3)
-        decode.assert_right(local, local_prompt, 3)
-        nodes.run_until_idle()
+    """A prompt that is being computed holds the other pages; it goes on in the same step."""
+    node = Node(num_pages=13, chunk=4, max_decode_delay_steps=1)
+    oldest = node.submit([20, 21], 30)
+    node.scheduler.step()
+    prompt = prompts_of(1, 40)[0]
+    newer = node.submit(prompt, 3)
+    while not node.num_retracted():
+        assert node.scheduler.step()
+    assert len(node.work.running) == 0
+    assert len(node.work.extending) == 1
+    assert node.runner.kinds[-1] == "extend"
+    node.run_until_answered(oldest, newer)
+    node.assert_right(oldest, [20, 21], 30)
+    node.assert_right(newer, prompt, 3)
+    node.assert_idle()
 
 
 # ---- admission ------------------------------------------------------------------------------------------------------------------
