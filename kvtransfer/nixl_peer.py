@@ -144,7 +144,7 @@ class Peer:
             if posted.ticket is not None:
                 self._part_done(posted.ticket, posted.error or error)
                 posted.ticket = None
-        if self.given is not None and self.has_told:
+        if self.given is not None and self.has_told and not self.given.over:
             self._say(Message("REVOKE", self.given.number), now_s)
         self.connected_as = self.given = None
         self._shut_out = self._has_asked = False

@@ -385,6 +385,15 @@ def test_disconnect_completes_tickets_at_once_and_awaits_their_requests(writer: 
     assert writer.agent.loaded == [], "nobody wants the connection any more"
 
 
+def test_a_peer_that_has_left_is_told_nothing(receiver: Side) -> None:
+    receiver.peer.given = Grant(1)
+    receiver.peer.step(0.0)
+    receiver.peer.given.over = True
+    receiver.agent.sent.clear()
+    receiver.peer.part_with(0.0)
+    assert receiver.agent.sent == []
+
+
 def test_a_request_that_never_ends_is_given_up_and_nothing_is_promised(writer: Side, receiver: Side) -> None:
     granted(writer, receiver)
     writer.submit(1)
