@@ -31,7 +31,7 @@ from kvtransfer.host_process import HostProcess, is_gone
 from kvtransfer.nixl_library import NixlAgent, Request
 
 MAX_PARTS_IN_FLIGHT = 4  # of one peer; bounds what may still land after it was cut off
-RECONNECT_MIN_S, RECONNECT_MAX_S = 0.5, 8.0  # pause before a broken connection is made anew; doubles each time
+RECONNECT_MIN_S, RECONNECT_MAX_S = 1.0, 8.0  # pause before a broken connection is made anew; doubles. Each refused one costs UCX 1.23 a descriptor
 GRANT_TIMEOUT_S = 3.0  # that the queue waits for; a peer that has not answered by then is as good as unreachable
 ERROR_HOLD_S = 0.5  # from a failed request to its ticket: what UCX had given to a socket or a card has landed, or is lost with the connection
 GIVE_UP_S = 30.0  # for requests that a lost peer keeps unfinished: longer than any transport of UCX tries (RC: 8 x 1 s, TCP: keepalive)
