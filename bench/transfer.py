@@ -6,7 +6,6 @@ Offer to Closed of one page, through real endpoints in two processes. `--plot FI
 """
 
 import argparse
-import mmap
 import multiprocessing
 import os
 import select
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import transfer_raw
 from transfer_plot import Bar, draw
-from transfer_raw import RAW, Pool
+from transfer_raw import RAW, Pool, make_pool
 
 from kvtransfer.backend import PageIds, PeerId, Region, TransferBackend
 from kvtransfer.endpoint import DecodeEndpoint, Delivered, FirstToken, OfferJoined, PrefillEndpoint
@@ -36,15 +35,6 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 # ---- pools and processes ------------------------------------------------------------------------------------------------------
-
-
-def make_pool(num_pages: int, page_nbytes: int) -> tuple[Pool, int]:
-    """Shared memory with every page touched (no page faults in the first round), and its descriptor."""
-    fd = os.memfd_create("bench-pool", os.MFD_CLOEXEC)
-    os.ftruncate(fd, num_pages * page_nbytes)
-    pool = np.frombuffer(mmap.mmap(fd, num_pages * page_nbytes), np.uint8).reshape(num_pages, page_nbytes)
-    pool[:] = 1
-    return pool, fd
 
 
 def make_backend(name: str, pool: Pool, fd: int) -> TransferBackend:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from common import memfd
 from kvtransfer.backend import PageIds
 from kvtransfer.pages import merged_runs
 
@@ -28,6 +29,18 @@ class Raw(Protocol):
     def close(self) -> None: ...
 
 
+def make_pool(num_pages: int, page_nbytes: int) -> tuple[Pool, int]:
+    """Memory as a node's pool has it, every page touched (no page faults in the first round), and its descriptor."""
+    nbytes = num_pages * page_nbytes
+    fd = memfd.create("bench-pool", nbytes)
+    buffer = memfd.mapped(fd, nbytes)
+    with contextlib.suppress(OSError):  # this kernel has no huge pages for it: nor has a node
+        memfd.make_huge(ctypes.addressof(buffer), memfd.whole_huge_pages(nbytes))
+    pool = np.frombuffer(memoryview(buffer), np.uint8).reshape(num_pages, page_nbytes)
+    pool[:] = 1
+    return pool, fd
+
+
 def byte_runs(pool: Pool, base: int, local_pages: PageIds, remote_pages: PageIds) -> tuple[list[int], list[int], list[int]]:
     """Local addresses, remote addresses (the remote pool starts at `base`), lengths."""
     local, remote, count = merged_runs(local_pages, remote_pages)
@@ -40,7 +53,8 @@ def byte_runs(pool: Pool, base: int, local_pages: PageIds, remote_pages: PageIds
 
 class RawCopy:
     def __init__(self, pool: Pool) -> None:
-        self._pool, self._target = pool, np.ones_like(pool)
+        self._pool = pool
+        self._target, _ = make_pool(*pool.shape)
 
     def write(self, local_pages: PageIds, remote_pages: PageIds) -> None:
         for source, target, nbytes in zip(*byte_runs(self._pool, self._target.ctypes.data, local_pages, remote_pages), strict=True):
