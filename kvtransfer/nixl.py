@@ -209,7 +209,7 @@ class NixlBackend:
         if message is None:
             logger.debug("a message that claims to be of %s was dropped", agent)
         elif message.kind == "ASK" and (given := peers[0].given) is not None:
-            peers[0].given = Grant(next(self._grant_numbers)) if given.over else given
+            peers[0].given = Grant(next(self._grant_numbers)) if given.over or given.number <= message.grant else given
             peers[0].has_told = False
         elif message.kind == "OVER":
             for grant in [peers[0].given, *(revocation.grant for revocation in self._revocations)]:

@@ -3,7 +3,8 @@
 NIXL lets whoever has the keys of a region write to it, and has no way to take them back. So the description in Hello has no keys:
 it says how to reach the agent, and a secret. The keys travel in a message between the agents, to a peer that was accepted:
 
-    ASK             connect() was called, or the connection has been made anew
+    ASK n           connect() was called, or the connection has been made anew; grants up to n are not taken any more: one that is on its way
+                    still, from before a disconnect(), would be revoked a moment later
     GRANT n, keys   accept() was called: the peer may write. n is new for every grant
     REVOKE n        disconnect() was called: stop what is queued under grant n, and say OVER
     OVER n          nothing is outstanding under grant n, and nothing more will be posted: the fence of n has passed
@@ -99,7 +100,7 @@ class Peer:
         self._loaded = False  # the agent has a connection
         self._keys = b""  # that the connection has
         self._taken = 0  # number of the grant under which we write; 0: none
-        self._revoked = 0  # the highest number that was taken back: messages of two connections may overtake each other
+        self._revoked = 0  # the highest number that was taken back or parted with: messages of two connections may overtake each other
         self._queue: deque[Part] = deque()
         self._in_flight: list[Posted] = []
         self._ending_since_s: float | None = None  # nothing more is posted under the present grant
@@ -147,6 +148,7 @@ class Peer:
         if self.given is not None and self.has_told and not self.given.over:
             self._say(Message("REVOKE", self.given.number), now_s)
         self.connected_as = self.given = None
+        self._revoked = max(self._revoked, self._taken)
         self._shut_out = self._has_asked = False
         self._end(now_s)
         self.step(now_s)
@@ -242,7 +244,7 @@ class Peer:
 
     def _await_grant(self, now_s: float) -> None:
         if not self._has_asked and self._may_speak(now_s):
-            self._has_asked = self._say(Message("ASK"), now_s)
+            self._has_asked = self._say(Message("ASK", self._revoked), now_s)
         if not self._queue:
             self._queued_since_s = None
             return

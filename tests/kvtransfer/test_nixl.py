@@ -370,6 +370,28 @@ def test_a_grant_that_was_overtaken_by_its_revocation_is_ignored(writer: Side, r
     assert len(writer.agent.outcomes) == 1
 
 
+def test_a_grant_from_before_the_disconnect_is_not_taken_again(writer: Side, receiver: Side) -> None:
+    """It is told twice, and its second copy arrives when the pair meets again: the revocation that follows must not hit the new meeting."""
+    receiver.peer.given = Grant(1)
+    receiver.peer.step(0.0)
+    (grant,) = receiver.agent.sent
+    writer.hear_from(receiver, 0.0)
+    writer.peer.part_with(0.0)
+    writer.agent.sent.clear()
+    writer.peer.connected_as = PeerId("r")
+    writer.submit(1)
+    writer.peer.step(1.0)
+    assert receiver.hear_from(writer, 1.0) == [("ASK", 1)]
+    writer.peer.hear(grant, 1.0)
+    receiver.peer.part_with(1.0)
+    writer.hear_from(receiver, 1.0)
+    writer.peer.step(1.0)
+    assert (writer.agent.outcomes, writer.ended) == ({}, {})
+    granted(writer, receiver, number=2, now_s=1.0)
+    writer.peer.step(1.0)
+    assert len(writer.agent.outcomes) == 1
+
+
 def test_disconnect_completes_tickets_at_once_and_awaits_their_requests(writer: Side, receiver: Side) -> None:
     granted(writer, receiver)
     writer.submit(1)
