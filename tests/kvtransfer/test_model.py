@@ -15,22 +15,24 @@ The same examples run every time, EXAMPLES of them. `make model EXAMPLES=20000` 
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from faults import Decision, Faults, FaultyBackend
-from hypothesis import HealthCheck
+from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from transfer_sim import NUM_PAGES, PAGE_NBYTES, PAGE_SIZE, SimDecode, SimNetwork, SimPrefill, SimProcess, settings
 
 from common.errors import Failure
+from kvtransfer.backend import NO_FENCE
 from kvtransfer.events import Delivered, Event, OfferJoined, PagesReturned, RoomFailed
 from kvtransfer.link import Address
+from kvtransfer.machine import IllegalTransition
 from kvtransfer.protocol import num_pages_of
 
 RANDOM_EXAMPLES = int(os.environ.get("MODEL_EXAMPLES", "0"))
@@ -44,7 +46,7 @@ MAX_STEPS_TO_QUIET = 300
 T = TypeVar("T")
 NUMBER = st.integers(0, 999)
 WEIGHTS = {  # the first is what a step that does not matter shrinks to
-    "pump": 3, "submit": 6, "submit_again": 1, "withdraw": 1, "work": 7, "end_kernels": 2, "abort": 1, "frame": 6, "end_write": 3,
+    "pump": 3, "submit": 6, "submit_again": 1, "withdraw": 1, "work": 7, "work_unaware": 1, "end_kernels": 2, "abort": 2, "frame": 7, "end_write": 3,
     "end_writes": 2, "refuse_post": 1, "advance": 5, "cut": 2, "freeze": 1, "thaw": 2, "stop": 1, "kill": 1,
 }  # fmt: skip
 
@@ -124,6 +126,8 @@ class Books:
         self.requests: dict[int, Request] = {}
         self.unanswered: dict[int, float] = {}  # room -> deadline
         self.at_work: dict[int, int] = {}  # P: room -> pages handed over; one more: token 1 too
+        self.unaware: dict[int, int] = {}  # the same, of rooms that failed; a scheduler hears of it later
+        self.prompts: dict[int, list[int]] = {}  # room -> its pages, also when they are others' again
         process.on_event = self.on_event  # type: ignore[method-assign]
 
     def open(self, request: Request, num_pages: int) -> np.ndarray:
@@ -132,7 +136,9 @@ class Books:
         self.requests[room] = request
         self.unanswered[room] = self.process.network.now_s + request.timeout_s
         self.process.log.open(room)
-        return self.pages.take(room, num_pages)
+        pages = self.pages.take(room, num_pages)
+        self.prompts[room] = pages.tolist()
+        return pages
 
     def abort(self, room: int) -> None:
         self.process.log.aborted.add(room)
@@ -144,7 +150,8 @@ class Books:
         if isinstance(event, OfferJoined):
             self.at_work[room] = 0
         elif isinstance(event, RoomFailed):
-            self.at_work.pop(room, None)
+            if room in self.at_work:
+                self.unaware[room] = self.at_work.pop(room)
             self.unanswered.pop(room, None)
         elif isinstance(event, Delivered | PagesReturned):
             self.at_work.pop(room, None)
@@ -206,7 +213,7 @@ class Transfers(RuleBasedStateMachine):
         self.requests.append((request, port))
         for side in pick(("expect", "offer", "expect offer", "offer expect", "expect offer", "offer expect"), k // 16).split():
             getattr(self, side)(request, port, decode)
-            if m >= 300:
+            if m >= 500:
                 self.network.pump()
 
     def submit_again(self, n: int, m: int, k: int) -> None:
@@ -244,17 +251,27 @@ class Transfers(RuleBasedStateMachine):
 
     @staticmethod
     def takes(process: SimProcess, books: Books, room: int) -> bool:
-        running = process.alive and process.frozen_at_s is None
-        return running and room not in process.log.by_room and len(books.pages.taken) < MAX_ROOMS
+        return Transfers.runs(process) and room not in process.log.by_room and len(books.pages.taken) < MAX_ROOMS
+
+    @staticmethod
+    def runs(process: SimProcess) -> bool:
+        return process.alive and process.frozen_at_s is None
 
     def at_work(self) -> list[tuple[SimPrefill, Books, int]]:
-        running = [(process, books) for process, books in self.prefills if process.alive and process.frozen_at_s is None]
-        return [(process, books, room) for process, books in running for room in books.at_work]
+        return [(process, books, room) for process, books in self.prefills if self.runs(process) for room in books.at_work]
 
     def work(self, n: int, m: int, k: int) -> None:
         if rooms := self.at_work():
             for _ in range(1 + k % 6):
                 self.work_on(*pick(rooms, n), 1 + m % 3, on_device=k % 3 == 0)
+
+    def work_unaware(self, n: int, m: int, k: int) -> None:
+        """P's scheduler goes on with a room that has failed, until it reads of it."""
+        if unaware := [(process, books, room) for process, books in self.prefills if self.runs(process) for room in books.unaware]:
+            process, books, room = pick(unaware, n)
+            for _ in range(1 + k % 6):
+                self.work_on(process, books, room, 1 + m % 3)
+            books.unaware.pop(room, None)
 
     def end_kernels(self, *_: int) -> None:
         for kernel in self.kernels:
@@ -264,42 +281,46 @@ class Transfers(RuleBasedStateMachine):
 
     def work_on(self, process: SimPrefill, books: Books, room: int, num_pages: int, *, on_device: bool = False, step: bool = True) -> None:
         """P's scheduler: some pages, or when there are none left token 1, or the end."""
-        if room not in books.at_work:
+        under_way = books.at_work if room in books.at_work else books.unaware
+        if room not in under_way:
             return
-        done, request, pages = books.at_work[room], books.requests[room], books.pages.taken[room]
+        done, request, pages = under_way[room], books.requests[room], books.prompts[room]
         if done < request.num_pages:
-            books.at_work[room] = min(done + num_pages, request.num_pages)
+            under_way[room] = min(done + num_pages, request.num_pages)
             chunk = pages[done : done + num_pages]
-            kernel = Kernel(books, room, done, chunk) if on_device else None
+            kernel = Kernel(books, room, done, chunk) if on_device and under_way is books.at_work else None
             if kernel is not None:
                 self.kernels.append(kernel)
                 process.pool[chunk] = NOT_COMPUTED
             process.session.send_pages(room, done, np.array(chunk, np.int32), self.network.now_s, kernel)
         elif done == request.num_pages:
-            books.at_work[room] += 1
+            under_way[room] += 1
             process.session.send_first_token(room, 7, 0, self.network.now_s)
         else:
-            del books.at_work[room]
+            del under_way[room]
             process.session.finish(room, self.network.now_s)
         if step:
             process.step()
 
     def open_rooms(self) -> list[tuple[SimPrefill | SimDecode, Books, int]]:
-        nodes = [(process, books) for process, books in self.nodes() if process.alive and process.frozen_at_s is None]
-        return [(process, books, room) for process, books in nodes for room in process.log.open_rooms()]
+        return [(process, books, room) for process, books in self.nodes() if self.runs(process) for room in process.log.open_rooms()]
 
     def abort(self, n: int, m: int, k: int) -> None:
         if rooms := self.open_rooms():
-            process, books, room = pick(rooms, n)
+            newest = [one for one in rooms if one[2] == self.next_room - 1]
+            process, books, room = pick(newest if newest and k % 3 else rooms, n)
             books.abort(room)
             process.session.abort(room, GONE, self.network.now_s)
             process.step()
+            if m % 3 == 0:  # the news of it is faster than what was said before
+                for queue in self.network.queues():
+                    self.network.overtake(*queue)
 
     # ---- the network and the backend --------------------------------------------------------------------------------------
 
     def frame(self, n: int, m: int, k: int) -> None:
         if queues := self.network.queues():
-            what = pick(("deliver", "deliver", "deliver", "drop", "repeat", "swap", "corrupt"), m)
+            what = pick(("deliver", "deliver", "deliver", "overtake", "overtake", "drop", "repeat", "corrupt"), m)
             queue = pick(queues, n)
             if what == "corrupt":
                 self.network.corrupt(*queue, k / 1000)
@@ -342,7 +363,7 @@ class Transfers(RuleBasedStateMachine):
 
     def freeze(self, n: int, m: int, k: int) -> None:
         process, _ = pick(self.nodes(), n)
-        if process.alive and process.frozen_at_s is None:
+        if self.runs(process):
             self.network.freeze(process, in_hand=k % 2 == 0)
 
     def thaw(self, n: int, m: int, k: int) -> None:
@@ -424,14 +445,18 @@ class Transfers(RuleBasedStateMachine):
                 type(self).num_delivered += sum(isinstance(events[-1], Delivered) for events in process.log.by_room.values())
         self.both_sides_agree()
 
-    def held(self) -> dict[str, float]:
-        """Rooms left in any table."""
-        return {
-            f"{process.incarnation} {name}": count
-            for process in self.network.processes()
-            for name, count in process.session.stats().items()
-            if name.startswith("transfer_rooms_") and count
-        }
+    def held(self) -> dict[str, int]:
+        """What is left in any table of a living process."""
+        tables: dict[str, Any] = {}
+        for process in self.network.processes():
+            session: Any = process.session
+            kept = {"rooms": session._rooms, "timers": session._timers}
+            if isinstance(process, SimPrefill):
+                kept |= {"tickets": session._writes._tickets, "held back": session._writes._held_back, "fences": session.links._fences}
+            else:
+                kept |= {"withdrawals": session._withdrawals}
+            tables |= {f"{process.incarnation} {name}": len(table) for name, table in kept.items() if len(table)}
+        return tables
 
     def both_sides_agree(self) -> None:
         """What D took for delivered, P had delivered, if it is still the P that D met."""
@@ -450,25 +475,38 @@ class EveryWriteWaits(Faults):
         return Decision("stuck")
 
 
-@pytest.mark.timeout(0 if RANDOM_EXAMPLES else 300)
-def test_the_rules_hold_under_every_interleaving(caplog: pytest.LogCaptureFixture) -> None:
+def run_model(caplog: pytest.LogCaptureFixture, **options: Any) -> None:
     caplog.set_level(logging.CRITICAL, logger="kvtransfer")  # losses by the thousand
     Transfers.num_examples = Transfers.num_delivered = 0
-    run_state_machine_as_test(
-        Transfers,
-        settings=hypothesis_settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=STEPS,
-            deadline=None,
-            database=None,
-            derandomize=not RANDOM_EXAMPLES,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-        ),
-    )
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    common = {"stateful_step_count": STEPS, "deadline": None, "database": None, "suppress_health_check": checks}
+    run_state_machine_as_test(Transfers, settings=hypothesis_settings(**common, **options))
+
+
+@pytest.mark.timeout(0 if RANDOM_EXAMPLES else 300)
+def test_the_rules_hold_under_every_interleaving(caplog: pytest.LogCaptureFixture) -> None:
+    run_model(caplog, max_examples=EXAMPLES, derandomize=not RANDOM_EXAMPLES, print_blob=True)
     print(f"{Transfers.num_examples} examples, {Transfers.num_delivered} deliveries in them")
     assert Transfers.num_examples >= EXAMPLES
     assert Transfers.num_delivered > EXAMPLES / 10  # the model does transfer
+
+
+@pytest.mark.parametrize(
+    ("broken", "instead"),
+    [
+        ("kvtransfer.outgoing.Batch.is_ready", lambda batch: True),  # P sends what it has not computed
+        ("kvtransfer.link_dial.DialledLinks._fence", lambda links, at, fence, now_s: NO_FENCE),  # D takes pages back that P may write
+        ("kvtransfer.lease.Lease.holds", lambda lease, now_s: lease._ends_s > 0.0),  # P writes to whoever may have dropped it
+    ],
+    ids=["pages not ready", "no fence", "no lease"],
+)
+def test_what_is_broken_on_purpose_is_found(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, broken: str, instead: Callable[..., object]
+) -> None:
+    """The model itself: it sees what it is there for."""
+    monkeypatch.setattr(broken, instead)
+    with pytest.raises((AssertionError, IllegalTransition)):
+        run_model(caplog, max_examples=10_000, derandomize=True, phases=[Phase.generate])  # one suffices
 
 
 def test_the_model_delivers_when_nothing_goes_wrong() -> None:

@@ -1,6 +1,6 @@
 """Prefill and decode nodes without sockets, threads or time: the sans-IO sessions over the memory backend and a simulated network.
 
-SimNetwork keeps the frames of each connection, and lets a test deliver, drop, repeat, swap or corrupt them one by one, end or freeze
+SimNetwork keeps the frames of each connection, and lets a test deliver, drop, repeat, reorder or corrupt them one by one, end or freeze
 processes, and move the clock. What sessions tell their schedulers is kept per process and checked against the contract of events as
 it comes. With `faults` every process has a FaultyBackend over its memory backend.
 Recording wires are for tests of one side alone: the test plays the peer.
@@ -372,11 +372,10 @@ class SimNetwork:
         if queue:
             queue.append(queue[0])
 
-    def swap(self, number: int, towards_prefill: bool) -> None:
-        """The frame at the head comes after the one behind it."""
+    def overtake(self, number: int, towards_prefill: bool) -> None:
+        """The newest frame comes before all that wait."""
         queue = self.queue(number, towards_prefill)
-        if len(queue) > 1:
-            queue[0], queue[1] = queue[1], queue[0]
+        queue.rotate(1)
 
     def corrupt(self, number: int, towards_prefill: bool, fraction: float = 0.5) -> None:
         """A bit of the frame at the head is flipped."""
