@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 SHUTDOWN = Failure(503, "the node is shutting down", code="shutting_down", stage="transfer")
 JOIN_TIMEOUT_S = 5.0
 ZMQ_TICK_S = 1e-3  # it polls in whole milliseconds
-END_SETTLES_S = 0.02  # ZMQ announces a connection's end a moment before its route is gone (P), and before its last frames are here (D)
+ROUTE_GONE_S = 0.02  # P: ZMQ announces a connection's end a moment before its route is gone
+LAST_FRAMES_S = 0.1  # D: and before its last frames are here; on a loaded machine its thread may be put aside between the two
 
 Command = Callable[[float], None]  # takes the time
 
@@ -285,7 +286,7 @@ class PrefillEndpoint(Endpoint):
         for route, frame, observed_host in self._wire.frames():
             self._sender.on_frame(route, frame, observed_host, time.monotonic())
         if self._wire.tend(now_s):
-            self._probe_at_s = now_s + END_SETTLES_S
+            self._probe_at_s = now_s + ROUTE_GONE_S
         if self._probe_at_s <= now_s:
             self._probe_at_s = math.inf
             self._sender.links.probe(now_s)
@@ -345,7 +346,7 @@ class DecodeEndpoint(Endpoint):
         self._call(room, partial(self._receiver.abort, room, failure))
 
     def _receive(self, now_s: float) -> None:
-        self._ended += [(now_s + END_SETTLES_S, link, reason) for link, reason in self._wire.disconnected()]
+        self._ended += [(now_s + LAST_FRAMES_S, link, reason) for link, reason in self._wire.disconnected()]
         for link, frame in self._wire.frames():
             self._receiver.on_frame(link, frame, time.monotonic())
         while self._ended and self._ended[0][0] <= now_s:
