@@ -45,7 +45,7 @@ class PdNodes:
         self._open.close()
 
     def add(self, role: str, backend: TransferBackend, runner: FakeRunner | ModelRunner | None = None, **options: Any) -> Node:
-        """`options` are scheduler_harness.Node's, and peer_timeout_s."""
+        """`options` are scheduler_harness.Node's, peer_timeout_s, and post_tokens (1: pages leave as soon as they are full)."""
         peer_timeout_s = options.pop("peer_timeout_s", 3.0)
         page_size = options.setdefault("page_size", 4)
         if runner is None:
@@ -53,7 +53,7 @@ class PdNodes:
         region = fake_region(runner) if isinstance(runner, FakeRunner) else model_region(runner)
         compat = Compat("model", "dtype", page_size, 1, 1, 1, region.page_nbytes, options.get("context_length", 256))
         backend.register(region)
-        settings = TransferSettings(compat=compat, region=region, post_tokens=1, peer_timeout_s=peer_timeout_s)
+        settings = TransferSettings(compat=compat, region=region, post_tokens=options.pop("post_tokens", 1), peer_timeout_s=peer_timeout_s)
         endpoint = PrefillEndpoint(settings, backend, "127.0.0.1", 0) if role == "prefill" else DecodeEndpoint(settings, backend)
         self._open.callback(endpoint.close)
         node = Node(role, endpoint=endpoint, runner=runner, **options)  # type: ignore[arg-type]
