@@ -24,14 +24,13 @@ from typing import Literal
 import msgspec
 
 from kvtransfer.backend import NO_FENCE, Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
+from kvtransfer.description import Description, read_description
 from kvtransfer.pages import PageMemory, check_local, check_remote
 from kvtransfer.tickets import Tickets
 
 
-class MemoryDescription(msgspec.Struct, frozen=True, tag="memory", tag_field="backend"):
+class MemoryDescription(Description, frozen=True, kw_only=True, tag="memory"):
     backend_id: str  # random per backend: a restarted one is another
-    num_pages: int
-    page_nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +172,9 @@ class MemoryBackend:
         self.fabric.backends[self.backend_id] = self
 
     def describe(self) -> bytes:
-        return msgspec.json.encode(MemoryDescription(self.backend_id, self.memory.num_pages, self.memory.page_nbytes))
+        return msgspec.json.encode(
+            MemoryDescription(num_pages=self.memory.num_pages, page_nbytes=self.memory.page_nbytes, backend_id=self.backend_id)
+        )
 
     def connect(self, peer: PeerId, description: bytes, observed_host: str | None = None) -> None:
         with self.fabric.lock:
@@ -232,10 +233,4 @@ class MemoryBackend:
         return accepted and self.backend_id in living and other.backend_id in living
 
     def _decode(self, description: bytes) -> MemoryDescription:
-        try:
-            decoded = msgspec.json.decode(description, type=MemoryDescription)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"the peer's description is not one of the memory backend: {error}") from error
-        if decoded.page_nbytes != self.memory.page_nbytes:
-            raise TransferError(f"the peer's pages have {decoded.page_nbytes} bytes, ours {self.memory.page_nbytes}")
-        return decoded
+        return read_description(description, MemoryDescription, self.memory.page_nbytes)

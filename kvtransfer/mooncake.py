@@ -28,11 +28,12 @@ import msgspec
 
 from common.errors import StartupError
 from kvtransfer.backend import NO_FENCE, Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
+from kvtransfer.description import Description, read_description
 from kvtransfer.mooncake_engine import Resolved, load, prepare
 from kvtransfer.mooncake_lane import Door, MooncakeLane
 from kvtransfer.pages import check_local, check_remote
 from kvtransfer.settings import TransferOptions
-from kvtransfer.tcp import WILDCARDS, _numeric
+from kvtransfer.tcp import WILDCARDS, numeric_host
 from kvtransfer.tcp_sender import Message, Target
 from kvtransfer.tcp_wire import INCARNATION_NBYTES, MAX_PAGES_PER_MESSAGE, SECRET_NBYTES, Identity
 from kvtransfer.tickets import Tickets
@@ -40,12 +41,10 @@ from kvtransfer.tickets import Tickets
 CLOSE_TIMEOUT_S = 5.0
 
 
-class MooncakeDescription(msgspec.Struct, frozen=True, tag="mooncake", tag_field="backend"):
+class MooncakeDescription(Description, frozen=True, kw_only=True, tag="mooncake"):
     host: str | None  # of the door; None: bound to all addresses; the address the peer is seen at
     port: int
     protocol: Resolved
-    num_pages: int
-    page_nbytes: int
     identity: Identity
 
 
@@ -65,8 +64,8 @@ class MooncakeBackend:
         """Raises StartupError when the library is missing or cannot be loaded, or there is no RDMA device where one is asked for."""
         self._engine_options = prepare(options)
         self._bind = (options.host, options.port)
-        self._advertise_host = _numeric(options.advertise_host) if options.advertise_host else None
-        self._host = self._advertise_host or (None if options.host in WILDCARDS else _numeric(options.host))
+        self._advertise_host = numeric_host(options.advertise_host) if options.advertise_host else None
+        self._host = self._advertise_host or (None if options.host in WILDCARDS else numeric_host(options.host))
         self._identity = Identity(secrets.token_bytes(INCARNATION_NBYTES), secrets.token_bytes(SECRET_NBYTES))
         self._tickets = Tickets()
         self._region: Region | None = None
@@ -87,8 +86,16 @@ class MooncakeBackend:
 
     def describe(self) -> bytes:
         region, door = self._registered()
-        protocol = self._engine_options.protocol
-        return msgspec.json.encode(MooncakeDescription(self._host, door.port, protocol, region.num_pages, region.page_nbytes, self._identity))
+        return msgspec.json.encode(
+            MooncakeDescription(
+                num_pages=region.num_pages,
+                page_nbytes=region.page_nbytes,
+                host=self._host,
+                port=door.port,
+                protocol=self._engine_options.protocol,
+                identity=self._identity,
+            )
+        )
 
     def connect(self, peer: PeerId, description: bytes, observed_host: str | None = None) -> None:
         known_as = (description, observed_host)
@@ -121,9 +128,7 @@ class MooncakeBackend:
         target = self._peers[peer]
         error = check_remote(remote_pages, target.num_pages)
         if error is not None:
-            ticket = self._tickets.open(1)
-            self._tickets.part_done(ticket, error)
-            return ticket
+            return self._tickets.failed(error)
         starts = range(0, len(local_pages), MAX_PAGES_PER_MESSAGE)
         ticket = self._tickets.open(len(starts))
         for start in starts:
@@ -164,12 +169,7 @@ class MooncakeBackend:
 
     def _decode(self, description: bytes) -> MooncakeDescription:
         region, _ = self._registered()
-        try:
-            theirs = msgspec.json.decode(description, type=MooncakeDescription)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"the peer's description is not one of the mooncake backend: {error}") from error
-        if theirs.page_nbytes != region.page_nbytes:
-            raise TransferError(f"the peer's pages have {theirs.page_nbytes} bytes, ours {region.page_nbytes}")
+        theirs = read_description(description, MooncakeDescription, region.page_nbytes)
         if theirs.protocol != self._engine_options.protocol:
             raise TransferError(f"the peer's Mooncake uses {theirs.protocol}, ours {self._engine_options.protocol}; set --mooncake-protocol alike")
         return theirs

@@ -30,6 +30,7 @@ import weakref
 import msgspec
 
 from kvtransfer.backend import NO_FENCE, Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
+from kvtransfer.description import read_description
 from kvtransfer.host_process import fence_of, is_here, this_process
 from kvtransfer.nixl_library import NixlAgent
 from kvtransfer.nixl_peer import Grant, NixlDescription, Part, Peer
@@ -125,9 +126,7 @@ class NixlBackend:
         target = self._connected[peer][1]
         error = check_remote(remote_pages, target.description.num_pages)
         if error is not None:
-            ticket = self._tickets.open(1)
-            self._tickets.part_done(ticket, error)
-            return ticket
+            return self._tickets.failed(error)
         pages_each = max(1, min(MAX_PART_PAGES, MAX_PART_NBYTES // self._region.page_nbytes))
         starts = range(0, len(local_pages), pages_each)
         ticket = self._tickets.open(len(starts))
@@ -234,13 +233,7 @@ class NixlBackend:
 
     def _decode(self, description: bytes) -> NixlDescription:
         assert self._region is not None, "register() comes first"
-        try:
-            theirs = msgspec.json.decode(description, type=NixlDescription)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"the peer's description is not one of the nixl backend: {error}") from error
-        if theirs.page_nbytes != self._region.page_nbytes:
-            raise TransferError(f"the peer's pages have {theirs.page_nbytes} bytes, ours {self._region.page_nbytes}")
-        return theirs
+        return read_description(description, NixlDescription, self._region.page_nbytes)
 
 
 class Revocation:

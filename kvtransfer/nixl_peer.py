@@ -28,6 +28,7 @@ from typing import Literal
 import msgspec
 
 from kvtransfer.backend import Op, PageIds, PeerId, Ticket, TransferError
+from kvtransfer.description import Description
 from kvtransfer.host_process import HostProcess, is_gone
 from kvtransfer.nixl_library import NixlAgent, Request
 
@@ -40,13 +41,11 @@ GIVE_UP_S = 30.0  # for requests that a lost peer keeps unfinished: longer than 
 MAC_NBYTES = 32
 
 
-class NixlDescription(msgspec.Struct, frozen=True, tag="nixl", tag_field="backend"):
+class NixlDescription(Description, frozen=True, kw_only=True, tag="nixl"):
     agent: str
     contact: bytes
     secret: bytes
     base: int
-    num_pages: int
-    page_nbytes: int
     device: str
     process: HostProcess
 

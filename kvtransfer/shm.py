@@ -17,6 +17,7 @@ import numpy as np
 
 from common.errors import StartupError
 from kvtransfer.backend import NO_FENCE, Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
+from kvtransfer.description import Description, read_description
 from kvtransfer.pages import check_local, check_remote
 from kvtransfer.shm_copy import PIECE_NBYTES
 from kvtransfer.shm_receiver import Listener
@@ -27,11 +28,9 @@ from kvtransfer.tickets import Tickets
 MAX_LANES = 16
 
 
-class ShmDescription(msgspec.Struct, frozen=True, tag="shm", tag_field="backend"):
+class ShmDescription(Description, frozen=True, kw_only=True, tag="shm"):
     host_id: str
     address: str  # of an abstract unix socket
-    num_pages: int
-    page_nbytes: int
     identity: Identity
 
 
@@ -72,7 +71,15 @@ class ShmBackend:
 
     def describe(self) -> bytes:
         region, listener = self._registered()
-        return msgspec.json.encode(ShmDescription(self._host_id, listener.address, region.num_pages, region.page_nbytes, self._identity))
+        return msgspec.json.encode(
+            ShmDescription(
+                num_pages=region.num_pages,
+                page_nbytes=region.page_nbytes,
+                host_id=self._host_id,
+                address=listener.address,
+                identity=self._identity,
+            )
+        )
 
     def connect(self, peer: PeerId, description: bytes, observed_host: str | None = None) -> None:
         if peer in self._peers:
@@ -103,9 +110,7 @@ class ShmBackend:
         target = self._peers[peer][1]
         error = check_remote(remote_pages, target.target.num_pages)
         if error is not None:
-            ticket = self._tickets.open(1)
-            self._tickets.part_done(ticket, error)
-            return ticket
+            return self._tickets.failed(error)
         num_parts = min(self._num_lanes, -(-len(local_pages) * region.page_nbytes // PIECE_NBYTES))
         ticket = self._tickets.open(num_parts)
         if num_parts:
@@ -142,12 +147,7 @@ class ShmBackend:
 
     def _decode(self, description: bytes) -> ShmDescription:
         region, _ = self._registered()
-        try:
-            theirs = msgspec.json.decode(description, type=ShmDescription)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"the peer's description is not one of the shm backend: {error}") from error
-        if theirs.page_nbytes != region.page_nbytes:
-            raise TransferError(f"the peer's pages have {theirs.page_nbytes} bytes, ours {region.page_nbytes}")
+        theirs = read_description(description, ShmDescription, region.page_nbytes)
         if theirs.host_id != self._host_id:
             raise TransferError("the peer is on another host, or in another network namespace of this one; --transfer-backend tcp reaches it")
         return theirs

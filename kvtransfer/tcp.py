@@ -15,6 +15,7 @@ import msgspec
 
 from common.errors import StartupError
 from kvtransfer.backend import NO_FENCE, Completion, Fence, Op, PageIds, PeerId, PeerUnknown, Region, Ticket, TransferError
+from kvtransfer.description import Description, read_description
 from kvtransfer.pages import PageMemory, check_local, check_remote
 from kvtransfer.tcp_receiver import Listener
 from kvtransfer.tcp_sender import Lane, Message, Target
@@ -25,11 +26,9 @@ LANES_PER_PEER = 1  # one stream fills loopback and 10 Gbit/s; more only help wh
 WILDCARDS = ("", "0.0.0.0", "::")
 
 
-class TcpDescription(msgspec.Struct, frozen=True, tag="tcp", tag_field="backend"):
+class TcpDescription(Description, frozen=True, kw_only=True, tag="tcp"):
     host: str | None  # None: bound to all addresses; the address the peer is seen at
     port: int
-    num_pages: int
-    page_nbytes: int
     identity: Identity
 
 
@@ -60,7 +59,7 @@ class TcpBackend:
         if not 1 <= lanes <= MAX_LANES:
             raise ValueError(f"{lanes} lanes; a peer can be given 1 to {MAX_LANES}")
         self._bind = (host, port)
-        self._host = _numeric(advertise_host or host) if advertise_host or host not in WILDCARDS else None
+        self._host = numeric_host(advertise_host or host) if advertise_host or host not in WILDCARDS else None
         self._num_lanes = lanes
         self._identity = Identity(secrets.token_bytes(INCARNATION_NBYTES), secrets.token_bytes(SECRET_NBYTES))
         self._tickets = Tickets()
@@ -77,7 +76,11 @@ class TcpBackend:
 
     def describe(self) -> bytes:
         memory, listener = self._registered()
-        return msgspec.json.encode(TcpDescription(self._host, listener.port, memory.num_pages, memory.page_nbytes, self._identity))
+        return msgspec.json.encode(
+            TcpDescription(
+                num_pages=memory.num_pages, page_nbytes=memory.page_nbytes, host=self._host, port=listener.port, identity=self._identity
+            )
+        )
 
     def connect(self, peer: PeerId, description: bytes, observed_host: str | None = None) -> None:
         known_as = (description, observed_host)
@@ -109,9 +112,7 @@ class TcpBackend:
         target = self._peers[peer]
         error = check_remote(remote_pages, target.num_pages)
         if error is not None:
-            ticket = self._tickets.open(1)
-            self._tickets.part_done(ticket, error)
-            return ticket
+            return self._tickets.failed(error)
         starts = range(0, len(local_pages), MAX_PAGES_PER_MESSAGE)
         ticket = self._tickets.open(len(starts))
         for start in starts:
@@ -146,16 +147,11 @@ class TcpBackend:
 
     def _decode(self, description: bytes) -> TcpDescription:
         memory, _ = self._registered()
-        try:
-            theirs = msgspec.json.decode(description, type=TcpDescription)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"the peer's description is not one of the tcp backend: {error}") from error
-        if theirs.page_nbytes != memory.page_nbytes:
-            raise TransferError(f"the peer's pages have {theirs.page_nbytes} bytes, ours {memory.page_nbytes}")
-        return theirs
+        return read_description(description, TcpDescription, memory.page_nbytes)
 
 
-def _numeric(host: str) -> str:
+def numeric_host(host: str) -> str:
+    """What peers are told. Raises StartupError for a name that does not resolve."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

@@ -33,6 +33,12 @@ class Tickets:
                 self._complete(ticket)
             return ticket
 
+    def failed(self, error: TransferError) -> Ticket:
+        """A new ticket that is over already."""
+        ticket = self.open(1)
+        self.part_done(ticket, error)
+        return ticket
+
     def part_done(self, ticket: Ticket, error: TransferError | None) -> None:
         with self._lock:
             if error is not None:

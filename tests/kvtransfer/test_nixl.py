@@ -256,7 +256,16 @@ class Side:
         self.agent = FakeAgent(name)
         self.ended: dict[Ticket, TransferError | None] = {}
         process = msgspec.structs.replace(this_process(), boot_id="another host")
-        theirs = NixlDescription(other, b"contact of " + other.encode(), other_secret, 0, 8, 64, "cpu", process)
+        theirs = NixlDescription(
+            num_pages=8,
+            page_nbytes=64,
+            agent=other,
+            contact=b"contact of " + other.encode(),
+            secret=other_secret,
+            base=0,
+            device="cpu",
+            process=process,
+        )
         self.peer = Peer(self.agent, secret, theirs, self._part_done)  # type: ignore[arg-type]
 
     def _part_done(self, ticket: Ticket, error: TransferError | None) -> None:
