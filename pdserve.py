@@ -17,15 +17,16 @@ from pathlib import Path
 
 from common.cli import Parser, add_flags, config_from
 from common.cluster import Cluster, UpConfig, check_port_free
-from common.cluster_key import cluster_key
 from common.config import NodeConfig, Role, RouterConfig
 from common.errors import StartupError
-from common.launch import ChildDied
+from common.launch import ChildDied, reported_to_parent
+from common.preflight import check_node
 from common.server.run_directory import UP_PREFIX, run_directory
 
 DEFAULT_PREFILL_PORT = 8100  # NodeConfig's default is the decode node's: both run on one machine without a flag
 SCHEDULERS: dict[Role, str] = {"prefill": "prefill_node", "decode": "decode_node"}
-NODE_ADDRESS_FIELDS = ("host", "port", "bootstrap_port", "advertise_host", "allow_unauthenticated")  # `up` chooses: loopback, free ports
+# `up` chooses: loopback, free ports
+NODE_ADDRESS_FIELDS = ("host", "port", "bootstrap_port", "transfer_port", "advertise_host", "allow_unauthenticated")
 
 EXAMPLES = {
     "up": "example: pdserve up --model demo --num-prefill 1 --num-decode 2",
@@ -98,9 +99,9 @@ def _router(arguments: argparse.Namespace) -> int:
 
 def _node(role: Role, arguments: argparse.Namespace) -> int:
     config = config_from(NodeConfig, arguments, role=role)
-    check_port_free(config.host, config.port)
-    cluster_key(config)  # the scheduler reads it; what is wrong with it is a sentence here, before a model is fetched
-    config = _with_model(config, partial(print, file=sys.stderr, flush=True))
+    with reported_to_parent():
+        check_node(config)
+        config = _with_model(config, partial(print, file=sys.stderr, flush=True))
     from common.server.node import run_node
 
     return run_node(config, SCHEDULERS[role])
@@ -111,7 +112,7 @@ def _up(arguments: argparse.Namespace) -> int:
     check_port_free(router.host, router.port)
     say = partial(print, flush=True)
     node = config_from(NodeConfig, arguments, host="127.0.0.1")
-    cluster_key(node)
+    check_node(dataclasses.replace(node, port=0, bootstrap_port=0))
     node = _with_model(node, say)
     with run_directory(UP_PREFIX) as run_dir:
         return asyncio.run(Cluster(up=config_from(UpConfig, arguments), node=node, router=router, run_dir=run_dir, say=say).run())

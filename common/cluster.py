@@ -186,7 +186,7 @@ class Cluster:
         await stops
 
 
-def check_port_free(host: str, port: int) -> None:
+def check_port_free(host: str, port: int, flag: str = "--port") -> None:
     """Raises StartupError at once, where a process would find out only after loading its model."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -195,7 +195,7 @@ def check_port_free(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen(1)  # only this tells: two sockets may bind one port while neither listens
     except OSError as error:
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and --port") from None
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and {flag}") from None
 
 
 def _keep_ports(member: Member, ports: dict[str, int]) -> None:

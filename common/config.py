@@ -19,6 +19,9 @@ DType = Literal["auto", "float32", "bfloat16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MAX_PORT = 65535
+MAX_PEER_TIMEOUT_S = 86400.0  # as Hello has it (kvtransfer/protocol.py)
+MAX_TOKENS = 1 << 40  # beyond any pool: larger numbers are slips
+MAX_SWAP_GIB = float(1 << 20)
 PAGE_SIZES = tuple(1 << n for n in range(11))  # powers of two: positions split into page and offset by bits; 1024 is a sequence's worth
 
 
@@ -55,22 +58,23 @@ class NodeConfig(HttpConfig):
     context_length: int | None = flag(None, "longest prompt + output together; default: the model's own limit, smaller saves page-table memory", unit="tokens", least=2)
     max_running_requests: int = flag(64, "rows of the decode batch, requests that hold pages; more wait in the queue. Bounds how slow one decode step gets", least=1, most=65536)
     max_queued_requests: int = flag(1024, "requests waiting beyond the running ones; more are answered 503 with Retry-After, since they would only wait for their deadline", least=0)
-    max_total_tokens: int | None = flag(None, "size of the KV pool; default: from --mem-fraction-static", unit="tokens", least=1)
+    max_total_tokens: int | None = flag(None, "size of the KV pool; default: from --mem-fraction-static", unit="tokens", least=1, most=MAX_TOKENS)
     mem_fraction_static: float = flag(0.25, "share of free memory for weights and KV pool when --max-total-tokens is not given; low on CPU, where nodes share one memory", unit="fraction", least=0.01, most=0.99)
     chunked_prefill_size: int = flag(512, "most prompt tokens in one extend batch; bounds how long decode steps wait behind it", unit="tokens", least=1)
     max_decode_delay_steps: int = flag(4, "extend batches in a row before running requests get a decode step; prefill goes first, decode never starves", unit="batches", least=1)
     disable_radix_cache: bool = flag(False, "do not keep finished prompts and answers for reuse; default: keep them, it costs only pages nobody else wants")
     preemption_mode: Literal["auto", "recompute", "swap"] = flag("auto", "what becomes of the KV of a request that is retracted for want of pages: swap keeps a copy in host memory, recompute runs its tokens again; auto: what costs less")
-    swap_space: float = flag(1.0, "host memory for the KV of retracted requests; beyond it they are recomputed", unit="GiB", least=0)
+    swap_space: float = flag(1.0, "host memory for the KV of retracted requests; beyond it they are recomputed", unit="GiB", least=0, most=MAX_SWAP_GIB)
     threads: int = flag(1, "compute threads of the scheduler process; 1 fits a core a node, and only matrix products use more", unit="threads", least=1, most=1024)
     transfer_backend: Literal["auto", "nixl", "mooncake", "shm", "tcp"] = flag("auto", "how KV pages travel from prefill to decode node; auto: the best that both nodes have, shm on one host, nixl or mooncake where there is RDMA, else tcp, which needs nothing installed")
-    transfer_lanes: int = flag(1, "streams (tcp), copying threads (shm) or worker threads (nixl) a peer; one fills 10 Gbit/s", least=1, most=16)
+    transfer_lanes: int = flag(1, "streams (tcp, mooncake), copying threads (shm) or worker threads (nixl) a peer; one fills 10 Gbit/s", least=1, most=8)
+    transfer_port: int = flag(0, "port that tcp, or mooncake's handshake, listens on for other nodes; under auto mooncake takes the next one. 0: any free one", least=0, most=MAX_PORT - 1)
     transfer_ib_device: str | None = flag(None, "RDMA devices for nixl and mooncake, such as mlx5_0,mlx5_1; default: the library's choice")
     mooncake_protocol: Literal["auto", "tcp", "rdma"] = flag("auto", "what mooncake moves pages over; auto: rdma where there is a device")
     kv_transfer_digest: bool = flag(False, "compare a checksum of every KV page that arrived with the sender's; a request whose pages differ is recomputed or failed. Off: RDMA and TCP have checksums of their own, and this reads every page twice")
     bootstrap_port: int = flag(8998, "port of a prefill node's control endpoint, where decode nodes make their offers; 8998 is SGLang's. 0: any free one", least=0, most=MAX_PORT)
     advertise_host: str | None = flag(None, "address at which peers reach this node's transfer endpoint; default: --host, or the address of the route to the peer when that is 0.0.0.0")
-    peer_timeout_s: float = flag(3.0, "a peer silent for this long is lost: its requests end, its pages are fenced. Six heartbeats; a killed process is noticed at once", unit="s", name="peer-timeout", least=0.1)
+    peer_timeout_s: float = flag(3.0, "a peer silent for this long is lost: its requests end, its pages are fenced. Six heartbeats; a killed process is noticed at once", unit="s", name="peer-timeout", least=0.1, most=MAX_PEER_TIMEOUT_S)
     cluster_key_file: str | None = flag(None, "file with the cluster's key, the same on every node, readable by its owner only: `(umask 077; openssl rand -hex 32 > FILE)`. Control connections between nodes are authenticated and encrypted with it (CURVE), nodes without it are refused; KV pages are not encrypted")
     allow_unauthenticated: bool = flag(False, "bind an address other than loopback without --cluster-key-file; everybody who reaches it can then make offers and write KV pages")
     offer_timeout_s: float = flag(30.0, "how long a prefill node keeps a decode node's offer whose request has not come; both legs of a request are sent at once", unit="s", name="offer-timeout", least=0.1)

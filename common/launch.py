@@ -20,8 +20,8 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from common.errors import StartupError
@@ -79,6 +79,17 @@ def child_pipes() -> tuple[bytes, Reporter]:
 
     threading.Thread(target=watch_parent, name="watch-parent", daemon=True).start()
     return payload, Reporter(int(variable))
+
+
+@contextmanager
+def reported_to_parent() -> Iterator[None]:
+    """A StartupError from before child_pipes() is called reaches the parent too."""
+    try:
+        yield
+    except StartupError as error:
+        status_fd = os.environ.get(STATUS_FD_VARIABLE)
+        Reporter(None if status_fd is None else int(status_fd)).failed(str(error), startup=True)
+        raise
 
 
 def run_child(main: Callable[[bytes, Reporter], None]) -> None:

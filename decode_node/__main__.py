@@ -9,13 +9,14 @@ from decode_node.scheduler import DecodeScheduler
 from kvtransfer.backend import Region
 from kvtransfer.endpoint import DecodeEndpoint
 from kvtransfer.protocol import VERSION
-from kvtransfer.start import control_key, start_transfer
+from kvtransfer.start import check_transfer, control_key, start_transfer
 
 
 def main(payload: bytes, reporter: Reporter) -> None:
     config, addresses = decode_child_payload(payload)
     configure_logs(config.log_level, f"decode:{config.port} scheduler")
     key = control_key(config)
+    check_transfer(config)
     engine = start_engine(config, addresses, reporter)
     pool = engine.runner.kv
     region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool, pool.shared_fd)

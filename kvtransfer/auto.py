@@ -120,7 +120,8 @@ class AutoBackend:
         theirs = self._read(description)
         common = {name: theirs[name] for name in self._backends if name in theirs}
         if not common:
-            raise TransferError(f"the nodes have no transfer backend in common: {', '.join(self._backends)} here, {', '.join(theirs)} at the peer")
+            one, other = ", ".join(self._backends), ", ".join(theirs)
+            raise TransferError(f"no transfer backend in common: one node has {one}, the other {other}; start both with the same, or auto")
         return common
 
     @staticmethod

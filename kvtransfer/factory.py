@@ -3,9 +3,9 @@
 A backend's module is imported when its backend is made: nixl and mooncake bring libraries that not every machine has.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from common.errors import StartupError
@@ -15,6 +15,7 @@ from kvtransfer.settings import TransferOptions
 
 logger = logging.getLogger(__name__)
 
+INSTALL_NIXL = "pip install nixl-cu12, or nixl-cu13 for CUDA 13"
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -45,6 +46,18 @@ def _nixl(options: TransferOptions) -> TransferBackend:
 BACKENDS: dict[str, Callable[[TransferOptions], TransferBackend]] = {"shm": _shm, "tcp": _tcp, "nixl": _nixl, "mooncake": _mooncake}
 
 
+def check_backend(name: str, options: TransferOptions) -> None:
+    """Raises StartupError when the library of the backend that is named is not here, or cannot do what is asked of it. Cheap."""
+    if name == "nixl":
+        from kvtransfer.nixl_library import load_library
+
+        load_library()
+    elif name == "mooncake":
+        from kvtransfer.mooncake_engine import prepare
+
+        prepare(options)
+
+
 def make_backend(name: str, region: Region, options: TransferOptions) -> AutoBackend:
     """The backend with its region registered. Raises StartupError for an unknown name, or what the backend needs and lacks."""
     if name == "auto":
@@ -72,12 +85,17 @@ def _all_that_suit(region: Region, options: TransferOptions) -> dict[str, Transf
     for name in RANK:
         if name in BACKENDS and _suits(name, region):
             try:
-                backends[name] = BACKENDS[name](options)
+                backends[name] = BACKENDS[name](_with_port(name, options))
             except StartupError as error:
                 logger.info("transfer backend %s left out: %s", name, error)
     if not backends:
-        raise StartupError(f"no transfer backend here moves KV pages of {region.device}: pip install 'pdserve[nixl]'")
+        raise StartupError(f"no transfer backend here moves KV pages of {region.device}; {INSTALL_NIXL}")
     return backends
+
+
+def _with_port(name: str, options: TransferOptions) -> TransferOptions:
+    """tcp and mooncake listen side by side: on --transfer-port and the next one."""
+    return replace(options, port=options.port + 1) if name == "mooncake" and options.port else options
 
 
 def _suits(name: str, region: Region) -> bool:
@@ -86,4 +104,4 @@ def _suits(name: str, region: Region) -> bool:
         return on_host and region.shared_fd >= 0
     if name == "tcp":
         return on_host
-    return importlib.util.find_spec(name) is not None and (not on_host or (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())))
+    return not on_host or (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()))

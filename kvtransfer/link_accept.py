@@ -205,7 +205,7 @@ class AcceptedLinks:
         except TransferError as error:
             self._forget(link, AcceptEvent.REFUSE)
             self._warn(now_s, f"decode node {self._name(link)} refused: {error}")
-            return self._refuse(link.route, f"transfer backend {self._backend.name}: {error}")
+            return self._refuse(link.route, f"KV transfer: {error}")
         link.machine.fire(AcceptEvent.ADMIT)
         link.heard_s = now_s
         self._timers.set((Timer.BEAT, link.peer), now_s + self._beat_s(link))

@@ -253,7 +253,7 @@ class DialledLinks:
         try:
             self._backend.accept(peer, body.description)
         except TransferError as error:
-            return self._refused(at, peer, f"transfer backend {self._backend.name}: {error}", now_s)
+            return self._refused(at, peer, f"KV transfer: {error}", now_s)
         assert at.link is not None
         at.machine.fire(DialEvent.ACK)
         at.peer, at.heard_s, at.beat_s = peer, now_s, min(self._settings.beat_s, body.heartbeat_s)

@@ -79,7 +79,7 @@ class MooncakeBackend:
         if region.device != "cpu" and not load().SUPPORT_CUDA:
             raise StartupError(
                 f"transfer backend mooncake: the KV pool lies on {region.device}, and the transfer engine installed here knows no CUDA: "
-                "pip uninstall mooncake-transfer-engine-non-cuda; pip install 'pdserve[mooncake]'"
+                "pip uninstall mooncake-transfer-engine-non-cuda; pip install mooncake-transfer-engine"
             )
         self._region = region
         self._door = Door(*self._bind, region, self._identity, self._engine_options, self._advertise_host)

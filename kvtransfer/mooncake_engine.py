@@ -77,7 +77,8 @@ def load() -> Library:
         return cast(Library, importlib.import_module("mooncake.engine"))
     except ModuleNotFoundError as error:
         raise StartupError(
-            "transfer backend mooncake: the transfer engine is not installed: pip install 'pdserve[mooncake]' (without CUDA: 'pdserve[mooncake-cpu]')"
+            "transfer backend mooncake: the transfer engine is not installed: "
+            "pip install mooncake-transfer-engine (without CUDA: mooncake-transfer-engine-non-cuda)"
         ) from error
     except ImportError as error:  # a shared library is missing
         raise StartupError(
@@ -91,6 +92,8 @@ def prepare(options: TransferOptions) -> EngineOptions:
     has_rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
     if options.protocol == "rdma" and not has_rdma:
         raise StartupError(f"transfer backend mooncake: --mooncake-protocol rdma, but {RDMA_DEVICES} has no device; choose auto or tcp")
+    if options.ib_device and not has_rdma:
+        raise StartupError(f"transfer backend mooncake: --transfer-ib-device {options.ib_device}, but {RDMA_DEVICES} has no device")
     protocol: Resolved = "tcp" if options.protocol == "tcp" or not has_rdma else "rdma"
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # at WARNING, the default, every engine says that there is no RDMA device
     os.environ.setdefault("MC_TCP_LANES_PER_PEER", str(options.lanes))

@@ -21,6 +21,7 @@ from typing import NewType
 import numpy as np
 from numpy.typing import NDArray
 
+from common.cluster_key import is_loopback
 from common.errors import StartupError
 from kvtransfer.backend import Op, PageIds, Region, TransferError
 from kvtransfer.pages import merged_runs
@@ -165,14 +166,17 @@ def load_library() -> ModuleType:
                 raise StartupError(f"transfer backend nixl: {variant} is broken: {error}; install it again") from error
         except ImportError as error:
             raise StartupError(f"transfer backend nixl: {variant} cannot be loaded: {error}") from error
-    raise StartupError("transfer backend nixl: NIXL is not installed: pip install 'pdserve[nixl]' (CUDA 13: pip install nixl-cu13)")
+    raise StartupError("transfer backend nixl: NIXL is not installed: pip install nixl-cu12 (CUDA 13: nixl-cu13)")
 
 
 def set_environment(options: TransferOptions) -> None:
-    """UCX reads its settings when an agent is made; what the user has set stays."""
+    """UCX reads its settings when an agent is made; what the user has set stays. A node on a loopback address is to listen there only:
+    UCX listens on every network device it uses, and checks nothing but keys."""
     wanted = dict(ENVIRONMENT)
     if options.ib_device:
         wanted["UCX_NET_DEVICES"] = net_devices(options.ib_device)
+    elif is_loopback(options.host):
+        wanted["UCX_NET_DEVICES"] = "lo"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 

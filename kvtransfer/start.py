@@ -6,7 +6,7 @@ from typing import Protocol
 from common.cluster_key import ClusterKey, cluster_key, is_loopback
 from common.config import NodeConfig
 from kvtransfer.backend import Region, TransferBackend
-from kvtransfer.factory import make_backend
+from kvtransfer.factory import check_backend, make_backend
 from kvtransfer.protocol import Compat
 from kvtransfer.settings import TransferOptions, TransferSettings
 
@@ -40,14 +40,7 @@ def start_transfer(
         page_nbytes=region.page_nbytes,
         context_length=context_length,
     )
-    options = TransferOptions(
-        host=config.host,
-        advertise_host=config.advertise_host,
-        lanes=config.transfer_lanes,
-        ib_device=config.transfer_ib_device,
-        protocol=config.mooncake_protocol,
-    )
-    backend = make_backend(config.transfer_backend, region, options)
+    backend = make_backend(config.transfer_backend, region, options_of(config))
     settings = TransferSettings(
         compat=compat,
         region=region,
@@ -56,6 +49,22 @@ def start_transfer(
         offer_timeout_s=config.offer_timeout_s,
     )
     return settings, backend
+
+
+def options_of(config: NodeConfig) -> TransferOptions:
+    return TransferOptions(
+        host=config.host,
+        port=config.transfer_port,
+        advertise_host=config.advertise_host,
+        lanes=config.transfer_lanes,
+        ib_device=config.transfer_ib_device,
+        protocol=config.mooncake_protocol,
+    )
+
+
+def check_transfer(config: NodeConfig) -> None:
+    """Raises StartupError for what start_transfer() would only find after the model is loaded: a library that is not here."""
+    check_backend(config.transfer_backend, options_of(config))
 
 
 def control_key(config: NodeConfig) -> ClusterKey | None:

@@ -8,7 +8,7 @@ from common.scheduling.start import start_engine
 from kvtransfer.backend import Region
 from kvtransfer.endpoint import PrefillEndpoint
 from kvtransfer.protocol import VERSION
-from kvtransfer.start import control_key, start_transfer
+from kvtransfer.start import check_transfer, control_key, start_transfer
 from prefill_node.scheduler import PrefillScheduler, no_event
 
 
@@ -16,6 +16,7 @@ def main(payload: bytes, reporter: Reporter) -> None:
     config, addresses = decode_child_payload(payload)
     configure_logs(config.log_level, f"prefill:{config.port} scheduler")
     key = control_key(config)
+    check_transfer(config)
     engine = start_engine(config, addresses, reporter)
     pool = engine.runner.kv
     region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool, pool.shared_fd)

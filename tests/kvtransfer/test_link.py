@@ -117,7 +117,7 @@ def test_a_description_the_backend_does_not_take_is_refused() -> None:
     p.receive(b"r1", hello(D, body))
     [refusal] = p.wire.take(b"r1")
     assert not refusal.ok
-    assert refusal.reason.startswith("transfer backend memory: the peer's description is not one")
+    assert refusal.reason.startswith("KV transfer: the peer's description is not one")
     assert p.links.snapshot() == []
 
 
@@ -403,7 +403,7 @@ def test_a_description_the_backend_does_not_take_is_a_refusal_too() -> None:
     d.links.reach(HOME, 0.0)
     d.links.on_frame(1, frame(hello_ack(P, HelloBody(COMPAT, b"nonsense", 0.5, 3.0))), 0.0)
     assert d.state() == "refused"
-    assert "transfer backend memory" in d.links.snapshot()[0]["reason"]
+    assert "KV transfer: the peer" in d.links.snapshot()[0]["reason"]
 
 
 def test_the_end_of_a_connection_loses_the_peer_and_bars_it() -> None:

@@ -105,7 +105,8 @@ def test_a_missing_library_is_a_sentence_with_the_command(monkeypatch: pytest.Mo
     with pytest.raises(StartupError) as raised:
         MooncakeBackend(TransferOptions())
     assert str(raised.value) == (
-        "transfer backend mooncake: the transfer engine is not installed: pip install 'pdserve[mooncake]' (without CUDA: 'pdserve[mooncake-cpu]')"
+        "transfer backend mooncake: the transfer engine is not installed: "
+        "pip install mooncake-transfer-engine (without CUDA: mooncake-transfer-engine-non-cuda)"
     )
 
 
@@ -125,7 +126,7 @@ def test_rdma_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_pool_on_the_gpu_needs_the_library_with_cuda() -> None:
-    with pytest.raises(StartupError, match=r"lies on cuda:0.*pip install 'pdserve\[mooncake\]'"):
+    with pytest.raises(StartupError, match=r"lies on cuda:0.*pip install mooncake-transfer-engine"):
         make_backend("mooncake", Region(0x1000, 4, 64, "cuda:0", None), TransferOptions())
 
 
@@ -138,8 +139,9 @@ def test_auto_is_rdma_where_there_is_a_device(
     monkeypatch.setattr(mooncake_engine, "RDMA_DEVICES", tmp_path)
     monkeypatch.setenv("MC_FORCE_TCP", "")  # restored afterwards
     monkeypatch.delenv("MC_FORCE_TCP")
-    options = prepare(TransferOptions(protocol=protocol, ib_device="mlx5_0,mlx5_1"))  # type: ignore[arg-type]
-    assert (options.protocol, options.devices) == (chosen, "mlx5_0,mlx5_1")
+    named = "mlx5_0,mlx5_1" if devices else None
+    options = prepare(TransferOptions(protocol=protocol, ib_device=named))  # type: ignore[arg-type]
+    assert (options.protocol, options.devices) == (chosen, named or "")
     assert os.environ.get("MC_FORCE_TCP") == ("1" if chosen == "tcp" else None)
 
 

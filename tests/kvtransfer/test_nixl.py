@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_a_missing_library_is_one_sentence_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_library, "VARIANTS", ("nixl_of_nobody", "nixl_of_no_one"))
-    with pytest.raises(StartupError, match=r"nixl: NIXL is not installed: pip install 'pdserve\[nixl\]' \(CUDA 13: pip install nixl-cu13\)"):
+    with pytest.raises(StartupError, match=r"nixl: NIXL is not installed: pip install nixl-cu12 \(CUDA 13: nixl-cu13\)"):
         NixlBackend(TransferOptions())
 
 
@@ -58,7 +58,7 @@ def test_the_users_environment_stays_and_the_rest_gets_our_defaults(monkeypatch:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     monkeypatch.setenv("UCX_KEEPALIVE_INTERVAL", "7s")
-    set_environment(TransferOptions())
+    set_environment(TransferOptions(host="0.0.0.0"))
     assert os.environ["UCX_KEEPALIVE_INTERVAL"] == "7s"
     assert os.environ["UCX_LOG_FILE"] == "stderr"
     assert "UCX_NET_DEVICES" not in os.environ
@@ -66,6 +66,13 @@ def test_the_users_environment_stays_and_the_rest_gets_our_defaults(monkeypatch:
     assert os.environ["UCX_NET_DEVICES"] == "mlx5_0:1,mlx5_1:2"
     set_environment(TransferOptions(ib_device="mlx5_7"))
     assert os.environ["UCX_NET_DEVICES"] == "mlx5_0:1,mlx5_1:2"
+
+
+def test_a_node_on_loopback_listens_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "")
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    set_environment(TransferOptions(host="127.0.0.1"))
+    assert os.environ["UCX_NET_DEVICES"] == "lo"
 
 
 def test_options_become_parameters() -> None:

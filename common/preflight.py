@@ -1,0 +1,36 @@
+"""What can be said of a node's settings before its model is fetched: a sentence at once, and not after minutes of loading."""
+
+import socket
+
+from common.cluster import check_port_free
+from common.cluster_key import cluster_key
+from common.config import NodeConfig
+from common.errors import StartupError
+
+
+def check_node(config: NodeConfig) -> None:
+    """Raises StartupError for an address, a port, a key or a combination of flags that cannot work."""
+    ports = {"--port": config.port, "--transfer-port": config.transfer_port}
+    if config.role == "prefill":
+        ports["--bootstrap-port"] = config.bootstrap_port
+    taken: dict[int, str] = {}
+    for flag, port in ports.items():
+        if port in taken:
+            raise StartupError(f"{taken[port]} and {flag} are both {port}; choose another for one of them")
+        if port:
+            taken[port] = flag
+            check_port_free(config.host, port, flag)
+    if config.advertise_host is not None:
+        _check_resolves(config.advertise_host)
+    if config.preemption_mode == "swap" and config.swap_space == 0:
+        raise StartupError("--preemption-mode swap needs --swap-space; give it some, or choose recompute")
+    cluster_key(config)
+
+
+def _check_resolves(host: str) -> None:
+    try:
+        if not host or not host.isprintable() or any(character in host for character in " /@?#[]"):
+            raise OSError("a host name or address is wanted, without scheme, port or brackets")
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise StartupError(f"--advertise-host {host!r} cannot be reached: {error}") from None
