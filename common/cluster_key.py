@@ -22,6 +22,7 @@ from common.errors import StartupError
 
 KEY_NBYTES = 32
 HEX_DIGITS = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_NBYTES}}}")
+NO_KEY_ID = "none"
 MAX_FILE_NBYTES = 4096  # a key with blanks around it; what is larger is no key file
 
 
@@ -35,6 +36,17 @@ class ClusterKey:
         """The 32 secret bytes for one purpose (at most 16 bytes), equal on all nodes. Keyed BLAKE2b (RFC 7693), personalised: a hash
         is enough, without stretching, because the secret is random."""
         return hashlib.blake2b(key=self.secret, person=purpose, digest_size=32).digest()
+
+    @property
+    def id(self) -> str:
+        """8 hex digits for anybody to see: equal on nodes with one key, by chance on 1 pair of 4 billion others. They tell nothing about
+        the key or what else is derived from it: the way back is a search through all keys."""
+        return self.derive(b"pdserve key id")[:4].hex()
+
+
+def key_id(key: ClusterKey | None) -> str:
+    """What a node shows of its key, by which a router knows nodes that will refuse each other; NO_KEY_ID for a node without one."""
+    return NO_KEY_ID if key is None else key.id
 
 
 def cluster_key(config: NodeConfig) -> ClusterKey | None:

@@ -20,7 +20,8 @@ from router.connection import Address
 
 Leg = Literal["prefill", "decode"]
 
-AGREED_FACTS = ("fingerprint", "dtype", "page_size", "protocol_version", "context_length")
+AGREED_FACTS = ("fingerprint", "dtype", "page_size", "protocol_version", "context_length", "transfer_backend", "cluster_key_id")
+FITS_ALL = {"transfer_backend": "auto"}  # a value that agrees with every other; whether two do have a common way, their own Hello says
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -34,6 +35,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     page_size: int | None = None
     protocol_version: int | str | None = None
     context_length: int | None = None  # tokens
+    transfer_backend: str | None = None
+    cluster_key_id: str | None = None  # "none": it has no key
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     disaggregation_bootstrap_port: int | None = None  # SGLang's name
@@ -127,7 +130,7 @@ def disagreement(prefill: Node, decode: Node) -> str | None:
     """Why the two cannot be a pair; None when they can. What one of them does not report is left to their own Hello."""
     for name in AGREED_FACTS:
         ours, theirs = getattr(prefill.info, name), getattr(decode.info, name)
-        if ours is not None and theirs is not None and ours != theirs:
+        if ours is not None and theirs is not None and ours != theirs and FITS_ALL.get(name) not in (ours, theirs):
             return f"{name} is {ours} on {prefill.url} and {theirs} on {decode.url}"
     return None
 

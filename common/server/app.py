@@ -42,6 +42,7 @@ class NodeFacts:
     context_length: int  # tokens
     architecture: str
     model_type: str | None
+    cluster_key_id: str  # cluster_key.key_id()
 
 
 def build_app(config: NodeConfig, facts: NodeFacts, health: NodeHealth, manager: TokenizerManager) -> AsgiApp:
@@ -129,6 +130,7 @@ def _add_information(app: FastAPI, config: NodeConfig, facts: NodeFacts, health:
             "protocol_version": health.facts.get("protocol_version"),
             "incarnation": health.facts.get("incarnation"),
             "transfer_backend": config.transfer_backend,
+            "cluster_key_id": facts.cluster_key_id,
             "bootstrap_host": config.advertise_host,
             "bootstrap_port": health.facts.get("bootstrap_port") if config.role == "prefill" else None,
             "disaggregation_bootstrap_port": health.facts.get("bootstrap_port") if config.role == "prefill" else None,

@@ -21,6 +21,7 @@ from typing import Any
 import uvloop
 import zmq
 
+from common.cluster_key import cluster_key, key_id
 from common.config import NodeAddresses, NodeConfig, encode_child_payload
 from common.errors import Failure, StartupError
 from common.http_server import HttpServer, bind, raise_file_limit
@@ -81,9 +82,10 @@ class Node:
     async def run(self) -> int:
         self._watch_signals()
         model = ModelConfig.from_dir(Path(self.config.model))
+        facts = self._facts(model)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         manager = TokenizerManager(self.health, context, self.addresses)
-        server = HttpServer(build_app(self.config, self._facts(model), self.health, manager))
+        server = HttpServer(build_app(self.config, facts, self.health, manager))
         serving = asyncio.ensure_future(server.serve(sockets=[self.listener]))
         children: list[Child] = []
         try:
@@ -193,4 +195,5 @@ class Node:
             context_length=self.config.context_length or model.context_length,
             architecture=model.architecture,
             model_type=model.raw.get("model_type"),
+            cluster_key_id=key_id(cluster_key(self.config)),
         )

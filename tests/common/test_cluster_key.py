@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cluster_key import ClusterKey, _others_may_read, cluster_key, is_loopback
+from common.cluster_key import ClusterKey, _others_may_read, cluster_key, is_loopback, key_id
 from common.config import NodeConfig
 from common.errors import StartupError
 from kvtransfer.start import control_key
@@ -96,6 +96,15 @@ def test_purposes_get_unlike_secrets_and_the_same_ones_everywhere() -> None:
     assert len(first) == 32
     # fixed for good: nodes of two versions derive the same
     assert first.hex() == "96363507c97f8e6d4f795b2860a671545d38780fa9e3856bbb7d4ac47639cee0"
+
+
+def test_the_id_tells_keys_apart_and_is_none_of_their_secrets() -> None:
+    # fixed for good: a router compares the ids of nodes of two versions
+    assert key_id(KEY) == "314c58a3"
+    assert key_id(ClusterKey(KEY.secret)) == key_id(KEY) != key_id(ClusterKey(bytes(32)))
+    assert key_id(None) == "none"
+    assert key_id(KEY) not in HEX
+    assert not any(KEY.derive(purpose).hex().startswith(key_id(KEY)) for purpose in (b"", b"control server", b"control client"))
 
 
 def test_the_secret_is_not_in_the_repr() -> None:

@@ -13,7 +13,7 @@ from router_harness import CHAT, rig, routed, until
 from common.config import RouterConfig
 from common.errors import RequestError
 from router.legs import NodeClient
-from router.nodes import NodeInfo, NodeTable
+from router.nodes import AGREED_FACTS, NodeInfo, NodeTable, disagreement
 from router.pairing import Pairing
 from router.policy import POLICIES
 
@@ -139,7 +139,7 @@ async def test_node_without_ready_is_asked_for_health() -> None:
         await until(lambda: all(node.usable and node.info.served_model_name == "m" for node in made.router.nodes.all), "usable")
 
 
-@pytest.mark.parametrize("fact", ["fingerprint", "dtype", "page_size", "protocol_version", "context_length"])
+@pytest.mark.parametrize("fact", AGREED_FACTS)
 async def test_nodes_that_disagree_are_no_pair(fact: str) -> None:
     async with rig(1, 2) as made:
         value = INFO[fact]
@@ -151,9 +151,32 @@ async def test_nodes_that_disagree_are_no_pair(fact: str) -> None:
         await until(lambda: getattr(made.node(made.decodes[0]).info, fact) != value, "seen")
         reply = await made.client.post(CHAT, json={})
         assert reply.status_code == 503
-        assert f"no compatible pair: {fact} is {value} on {made.prefills[0].url}" in reply.json()["error"]["message"]
+        reason = f"{fact} is {value} on {made.prefills[0].url} and {made.decodes[0].info[fact]} on {made.decodes[0].url}"
+        assert f"no compatible pair: {reason}" in reply.json()["error"]["message"]
         assert fact in (await made.info())["incompatible"][0]
-        assert (await made.client.get("/ready")).status_code == 503
+        ready = await made.client.get("/ready")
+        assert ready.status_code == 503
+        assert reason in ready.json()["reason"]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ({"transfer_backend": "auto"}, {"transfer_backend": "nixl"}, None),
+        ({"transfer_backend": "tcp"}, {"transfer_backend": "auto"}, None),
+        ({"transfer_backend": "nixl"}, {"transfer_backend": "nixl"}, None),
+        ({"transfer_backend": "nixl"}, {"transfer_backend": "mooncake"}, "transfer_backend is nixl on http://p0:1 and mooncake on http://d0:1"),
+        ({"cluster_key_id": "0123abcd"}, {"cluster_key_id": "0123abcd"}, None),
+        ({"cluster_key_id": "0123abcd"}, {"cluster_key_id": "none"}, "cluster_key_id is 0123abcd on http://p0:1 and none on http://d0:1"),
+        ({"dtype": "auto"}, {"dtype": "float32"}, "dtype is auto on http://p0:1 and float32 on http://d0:1"),  # fits all only as a backend
+        ({}, {"transfer_backend": "nixl", "cluster_key_id": "0123abcd"}, None),  # SGLang reports neither
+        ({"transfer_backend": "nixl", "cluster_key_id": "0123abcd"}, {}, None),
+    ],
+)
+def test_what_two_nodes_must_agree_on(prefill: dict[str, str], decode: dict[str, str], reason: str | None) -> None:
+    nodes = table(1, 1)
+    nodes.prefill[0].info, nodes.decode[0].info = NodeInfo(**prefill), NodeInfo(**decode)  # type: ignore[arg-type]
+    assert disagreement(nodes.prefill[0], nodes.decode[0]) == reason
 
 
 async def test_models_have_their_own_nodes() -> None:

@@ -13,6 +13,7 @@ import zmq
 from fake_scheduler import FACTS, FakeScheduler
 from text_tokenizers import CONFIG, byte_level
 
+from common.cluster_key import cluster_key, key_id
 from common.config import NodeAddresses, NodeConfig
 from common.http_server import HttpServer, bind
 from common.server.app import NodeFacts, build_app
@@ -68,7 +69,8 @@ async def http_node(model_dir: Path, ready: bool = True, **settings: object) -> 
         manager.listen()
         listener = bind("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = HttpServer(build_app(config, NodeFacts(SERVED_MODEL, CONTEXT_LENGTH, "LlamaForCausalLM", "llama"), health, manager))
+        facts = NodeFacts(SERVED_MODEL, CONTEXT_LENGTH, "LlamaForCausalLM", "llama", key_id(cluster_key(config)))
+        server = HttpServer(build_app(config, facts, health, manager))
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         if ready:
             health.loaded(FACTS)

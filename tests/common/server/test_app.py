@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest_asyncio
 from fake_scheduler import words
 from http_node import CONTEXT_LENGTH, SERVED_MODEL, HttpNode, http_node, write_model_dir
 
+from common.cluster_key import ClusterKey, key_id
 from common.errors import Failure
 from common.messages import Generate, TextOut
 from common.request import Bootstrap
@@ -537,6 +539,7 @@ async def test_server_info_and_metrics_show_the_scheduler_s_figures(node: HttpNo
         assert (info["running"], info["waiting"]) == (1, 2)
         assert info["peers"] == [{"endpoint": "127.0.0.1:1", "state": "connected", "reason": ""}]
         assert info["bootstrap_port"] is None
+        assert (info["transfer_backend"], info["cluster_key_id"]) == ("auto", "none")
     metrics = (await node.client.get("/metrics")).text
     assert "pdserve_pages_free 7.0" in metrics
     assert "# TYPE pdserve_output_tokens_total counter\npdserve_output_tokens_total 42.0" in metrics
@@ -547,6 +550,22 @@ async def test_a_prefill_node_tells_its_control_endpoint(model_dir: Path) -> Non
         info = (await node.client.get("/server_info")).json()
         assert (info["role"], info["bootstrap_host"]) == ("prefill", "10.1.1.1")
         assert info["bootstrap_port"] == info["disaggregation_bootstrap_port"] == 8998
+
+
+async def test_a_node_shows_which_key_it_has_and_not_the_key(model_dir: Path, tmp_path: Path) -> None:
+    secrets = ["ab" * 32, "cd" * 32]
+    ids: list[str] = []
+    for secret in secrets:
+        path = tmp_path / f"{secret[:2]}.key"
+        path.write_text(secret)
+        path.chmod(0o600)
+        async with http_node(model_dir, cluster_key_file=str(path), transfer_backend="tcp") as node:
+            answer = await node.client.get("/server_info")
+        assert secret[:8] not in answer.text
+        assert answer.json()["transfer_backend"] == "tcp"
+        ids.append(answer.json()["cluster_key_id"])
+    assert ids == [key_id(ClusterKey(bytes.fromhex(secret))) for secret in secrets]
+    assert all(re.fullmatch("[0-9a-f]{8}", id) for id in ids)
 
 
 async def test_model_info(node: HttpNode) -> None:

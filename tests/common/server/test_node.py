@@ -21,6 +21,7 @@ import pytest
 from fake_scheduler import START_VARIABLE, STEP_VARIABLE, Trigger
 from http_node import write_model_dir
 
+from common.cluster_key import ClusterKey
 from common.errors import StartupError
 from common.http_server import bind
 from common.launch import Child, ChildDied
@@ -92,7 +93,11 @@ def resident_mib(process: psutil.Process) -> float:
 
 
 async def test_a_node_serves_is_small_idles_and_ends_with_status_0(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(model_dir, tmp_path, monkeypatch, role="prefill") as node:
+    key = ClusterKey(bytes(range(32)))
+    key_file = tmp_path / "cluster.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(key.secret.hex())
+    async with running(model_dir, tmp_path, monkeypatch, role="prefill", cluster_key_file=str(key_file)) as node:
         assert node.facts["role"] == "prefill"
         assert node.facts["bootstrap_port"] == 8998
         assert (await node.client.get("/ready")).status_code == 200
@@ -103,7 +108,7 @@ async def test_a_node_serves_is_small_idles_and_ends_with_status_0(model_dir: Pa
         stopped = await node.client.post(COMPLETION, json={"prompt": "hello world", "max_tokens": 200, "stop": "lo wo"})
         assert stopped.json()["choices"][0] == {"index": 0, "text": "hel", "logprobs": None, "finish_reason": "stop"}
         info = (await node.client.get("/server_info")).json()
-        assert (info["fingerprint"], info["max_total_tokens"]) == ("f00d", 4096)
+        assert (info["fingerprint"], info["max_total_tokens"], info["cluster_key_id"]) == ("f00d", 4096, key.id)
         for process in (node.process, node.part("common.server.detokenizer")):
             assert resident_mib(process) < 150
             assert not [mapped.path for mapped in process.memory_maps() if "/torch/" in mapped.path or "numba" in mapped.path]
