@@ -8,6 +8,13 @@ logger = logging.getLogger(__name__)
 
 CLIENT_GONE_STATUS = 499
 
+# the codes that a room's failure can have: the sessions', and the two schedulers' when they give a room up
+CAUSES = (
+    "bad_offer", "cancelled", "context_length_exceeded", "corrupt_kv", "deadline_exceeded", "duplicate_room", "incompatible_peer", "internal_error",
+    "non_finite_logits", "offer_expired", "overloaded", "peer_lost", "peer_unreachable", "prompt_mismatch", "protocol_error", "shutting_down",
+    "transfer_failed", "unknown_offer",
+)  # fmt: skip
+
 
 def log_failed_room(room: int, rid: str, peer: str | None, failure: Failure) -> None:
     """One line a failed room a side: WARNING, or debug when its client gave it up."""

@@ -6,14 +6,17 @@ The transfer thread counts, the scheduler's thread reads; a reader sees figures 
 import re
 from collections import Counter, deque
 from collections.abc import Iterable
+from enum import Enum
 
 import numpy as np
 
 from kvtransfer.backend import PageIds
+from kvtransfer.failures import CAUSES
 
 Stats = dict[str, float]
 
-MAX_CAUSES = 32  # causes come from peers too: what is beyond counts as "other"
+OTHER_CAUSE = "other"
+MAX_CAUSES = 32  # causes come from peers too: what is beyond counts as OTHER_CAUSE
 CAUSE = re.compile(r"[a-z0-9_]{1,40}")
 RATE_WINDOW_S = 10.0
 RATE_STEP_S = 0.5
@@ -26,7 +29,7 @@ class RoomFigures:
         """waits: what waited() will be told, each two totals: seconds and times."""
         names = ["offers", "delivered", "failed", *(f"{wait}{unit}" for wait in waits for unit in ("_seconds", "s"))]
         self._totals: dict[str, float] = dict.fromkeys(names, 0.0)
-        self._causes: Counter[str] = Counter()
+        self._causes: Counter[str] = Counter(dict.fromkeys((*CAUSES, OTHER_CAUSE), 0))  # an alert on a rate needs a value before the first one
 
     def count(self, what: str, number: float = 1) -> None:
         self._totals[what] = self._totals.get(what, 0.0) + number
@@ -37,7 +40,7 @@ class RoomFigures:
 
     def failed(self, cause: str | None) -> None:
         if cause is None or not CAUSE.fullmatch(cause) or (cause not in self._causes and len(self._causes) >= MAX_CAUSES):
-            cause = "other"
+            cause = OTHER_CAUSE
         self._causes[cause] += 1
 
     def stats(self) -> Stats:
@@ -48,12 +51,13 @@ class RoomFigures:
 
 
 class WriteFigures:
-    """P's writes. Busy is the time in which at least one is outstanding: overlapping ones count once."""
+    """P's writes. Busy is the time in which at least one is outstanding: overlapping ones count once. The rate is that of the last
+    RATE_WINDOW_S of busy time, 0 when nothing has ended for as long, and anew after such a pause."""
 
     def __init__(self) -> None:
         self._totals: Counter[str] = Counter(posts=0, pages=0, descriptors=0, bytes_written=0)
         self._num_outstanding = 0
-        self._busy_since_s = 0.0
+        self._busy_since_s = 0.0  # busy time is counted up to here: the last write that ended, or the first one after a pause
         self._busy_s = 0.0
         self._window: deque[tuple[float, int]] = deque([(0.0, 0)])  # busy seconds and bytes so far, one entry each RATE_STEP_S
 
@@ -62,6 +66,8 @@ class WriteFigures:
         self._totals["pages"] += len(local_pages)
         self._totals["descriptors"] += num_descriptors(local_pages, remote_pages)
         if not self._num_outstanding:
+            if self._is_idle(now_s):
+                self._window = deque([(self._busy_s, self._totals["bytes_written"])])
             self._busy_since_s = now_s
         self._num_outstanding += 1
 
@@ -75,9 +81,12 @@ class WriteFigures:
             while len(self._window) > 1 and self._window[1][0] <= self._busy_s - RATE_WINDOW_S:
                 self._window.popleft()
 
-    def stats(self) -> Stats:
+    def _is_idle(self, now_s: float) -> bool:
+        return now_s - self._busy_since_s >= RATE_WINDOW_S
+
+    def stats(self, now_s: float) -> Stats:
         busy_s, num_bytes = self._window[0]
-        span_s = self._busy_s - busy_s
+        span_s = 0.0 if self._is_idle(now_s) else self._busy_s - busy_s
         return {
             **{f"transfer_{what}_total": number for what, number in list(self._totals.items())},
             "transfer_seconds_total": self._busy_s,
@@ -90,9 +99,11 @@ def num_descriptors(local_pages: PageIds, remote_pages: PageIds) -> int:
     return 1 + int(np.count_nonzero((local_pages[1:] != local_pages[:-1] + 1) | (remote_pages[1:] != remote_pages[:-1] + 1)))
 
 
-def peer_stats(states: Iterable[str], heard_s: list[float], now_s: float) -> Stats:
-    """Peers by state, and the age of the oldest last heartbeat; a state seen once is not kept when nobody is in it any more."""
-    peers = Counter(states)
+def peer_stats(known: type[Enum], states: Iterable[str], heard_s: list[float], now_s: float) -> Stats:
+    """Peers by state, also 0 of a state, and the age of the oldest last heartbeat. known: the states that a peer can be in, named in
+    `states` in lower case."""
+    peers = Counter(dict.fromkeys((state.name.lower() for state in known), 0))
+    peers.update(states)
     return {
         **{f'transfer_peers{{state="{state}"}}': number for state, number in peers.items()},
         "transfer_heartbeat_age_seconds": max(now_s - min(heard_s), 0.0) if heard_s else 0.0,

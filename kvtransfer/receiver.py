@@ -28,7 +28,7 @@ from kvtransfer.events import Delivered, Event, FirstToken, PagesReturned, RoomF
 from kvtransfer.failures import corrupt_page, log_failed_room, peer_lost, protocol_error
 from kvtransfer.figures import RoomFigures, Stats, peer_stats
 from kvtransfer.link import FENCE_POLL_S, Address, DialFailed, DialWire, PeerLost, PeerUp
-from kvtransfer.link_dial import DialledLinks
+from kvtransfer.link_dial import DialledLinks, DialState
 from kvtransfer.machine import Machine, Table
 from kvtransfer.protocol import Cancel, Closed, Offer, pack_pages
 from kvtransfer.protocol import FirstToken as FirstTokenMessage
@@ -215,7 +215,7 @@ class Receiver:
         return {
             **{f"transfer_rooms_{state.name.lower()}": states[state] for state in (S.PENDING, S.OFFERED, S.QUARANTINE)},
             **self._figures.stats(),
-            **peer_stats((peer["state"] for peer in self.links.snapshot()), self.links.heard_s(), now_s),
+            **peer_stats(DialState, (peer["state"] for peer in self.links.snapshot()), self.links.heard_s(), now_s),
         }
 
     # ---- P's messages -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from kvtransfer.events import Delivered, Event, OfferJoined, PagesReturned, Room
 from kvtransfer.failures import duplicate_room, log_failed_room, peer_lost, prompt_mismatch, unknown_offer
 from kvtransfer.figures import RoomFigures, Stats, peer_stats
 from kvtransfer.link import AcceptWire, PeerLost
-from kvtransfer.link_accept import AcceptedLinks
+from kvtransfer.link_accept import AcceptedLinks, AcceptState
 from kvtransfer.machine import IllegalTransition
 from kvtransfer.outgoing import Outgoing, Ready
 from kvtransfer.protocol import Cancel, Closed, ClosedStatus, FirstToken, Offer, Withdraw, num_pages_of, unpack_pages
@@ -191,8 +191,8 @@ class Sender:
         return {
             **{f"transfer_rooms_{state.name.lower()}": states[state] for state in S if state not in (S.NEW, S.CLOSED)},
             **self._figures.stats(),
-            **self._writes.stats(),
-            **peer_stats((peer["state"] for peer in self.links.snapshot()), self.links.heard_s(), now_s),
+            **self._writes.stats(now_s),
+            **peer_stats(AcceptState, (peer["state"] for peer in self.links.snapshot()), self.links.heard_s(), now_s),
         }
 
     # ---- D's messages --------------------------------------------------------------------------------------------------------

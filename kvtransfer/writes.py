@@ -81,8 +81,8 @@ class Writes:
             self._figures.completed(0 if completion.error else num_pages * self._page_nbytes, now_s)
             yield room, write_failed(completion.error) if completion.error else None
 
-    def stats(self) -> Stats:
-        return self._figures.stats()
+    def stats(self, now_s: float) -> Stats:
+        return self._figures.stats(now_s)
 
     def _digest(self, room: Room, batch: Batch) -> Failure | None:
         assert self._digests is not None, "such an offer was refused"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.figures import RoomFigures, WriteFigures, peer_stats
+from kvtransfer.link_dial import DialState
 from pdserve import build_parser
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +75,7 @@ def test_commands_in_the_readme_parse() -> None:
 def test_metrics_exist() -> None:
     """A metric is named in full, or by the part after pdserve_, in some source file, or is one that the transfer sessions put together."""
     sources = "\n".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    figures = {**RoomFigures("offer_wait", "wait").stats(), **WriteFigures().stats(), **peer_stats([], [], 0.0)}
+    figures = {**RoomFigures("offer_wait", "wait").stats(), **WriteFigures().stats(0.0), **peer_stats(DialState, [], [], 0.0)}
     for metric in set(re.findall(r"`(pdserve_[a-z_]+)`", (ROOT / "README.md").read_text())):
         stem = metric.removeprefix("pdserve_")
         if stem in figures:

@@ -510,7 +510,7 @@ def test_waits_and_peers_are_counted() -> None:
     stats = node.receiver.stats()
     assert (stats["transfer_offer_wait_seconds_total"], stats["transfer_offer_waits_total"]) == (1.5, 1)
     assert (stats["transfer_wait_seconds_total"], stats["transfer_waits_total"]) == (0.5, 1)
-    assert stats['transfer_peers{state="up"}'] == 1
+    assert (stats['transfer_peers{state="up"}'], stats['transfer_peers{state="refused"}']) == (1, 0)
     assert stats["transfer_heartbeat_age_seconds"] == 1.0
 
 

@@ -12,6 +12,7 @@ from transfer_sim import PAGE_NBYTES, UNIX_OFFSET_S, EventLog, RecordingAcceptWi
 from common.errors import Failure
 from kvtransfer.backend import PeerId, PeerUnknown, Region, TransferError
 from kvtransfer.events import Delivered, OfferJoined, PagesReturned, RoomFailed
+from kvtransfer.figures import RATE_WINDOW_S
 from kvtransfer.machine import IllegalTransition
 from kvtransfer.memory import MemoryBackend, MemoryFabric
 from kvtransfer.protocol import Cancel, Closed, FirstToken, Heartbeat, HelloAck, HelloBody, Offer, Withdraw, hello, pack_pages
@@ -803,8 +804,10 @@ def test_waits_failures_and_peers_are_counted() -> None:
     assert (stats["transfer_wait_seconds_total"], stats["transfer_waits_total"]) == (0.5, 1)
     assert (stats["transfer_seconds_total"], stats["transfer_gigabytes_per_second"]) == (0.5, pytest.approx(3 * PAGE_NBYTES / 0.5 / 1e9))
     assert stats['transfer_failures_total{cause="overloaded"}'] == 1
-    assert stats['transfer_peers{state="up"}'] == 2
+    assert (stats['transfer_peers{state="up"}'], stats['transfer_peers{state="fenced"}']) == (2, 0)
     assert stats["transfer_heartbeat_age_seconds"] == 2.0  # the other node's
+    node.step(RATE_WINDOW_S)
+    assert node.sender.stats()["transfer_gigabytes_per_second"] == 0.0  # it has written nothing since
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------------------------------
