@@ -21,7 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -168,7 +168,7 @@ class Endpoint(ABC):
         """Give the session what its wire has."""
 
     @abstractmethod
-    def _sockets(self) -> list[ZmqSocket]: ...
+    def _sockets(self) -> Sequence[ZmqSocket | int]: ...
 
     @abstractmethod
     def _close_wire(self) -> None: ...
@@ -294,7 +294,7 @@ class PrefillEndpoint(Endpoint):
     def _next_due_s(self) -> float:
         return min(self._probe_at_s, super()._next_due_s())
 
-    def _sockets(self) -> list[ZmqSocket]:
+    def _sockets(self) -> Sequence[ZmqSocket | int]:
         return self._wire.sockets
 
     def _close_wire(self) -> None:
@@ -356,7 +356,7 @@ class DecodeEndpoint(Endpoint):
     def _next_due_s(self) -> float:
         return min(self._ended[0][0] if self._ended else math.inf, super()._next_due_s())
 
-    def _sockets(self) -> list[ZmqSocket]:
+    def _sockets(self) -> Sequence[ZmqSocket | int]:
         return self._wire.sockets
 
     def _close_wire(self) -> None:

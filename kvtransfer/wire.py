@@ -5,7 +5,9 @@ one process cannot reach the next one behind the same address. Its monitor says 
 ended, which the kernel notices in milliseconds when the peer's process dies. The ROUTER cannot say whose connection ended; its
 monitor says that one did, and a probe finds the route (ROUTER_MANDATORY makes a send to a route that is gone fail).
 
-Nothing blocks. Frames are bounded in size and queues in length; a peer that lets its queue fill counts as gone. Bytes that are no
+Nothing blocks; host names are looked up in threads beside (names.py).
+
+Frames are bounded in size and queues in length; a peer that lets its queue fill counts as gone. Bytes that are no
 ZMQ on these ports end their own connection and nothing else.
 
 With a cluster key the connections are authenticated and encrypted (curve.py), and one between two nodes that do not both have the
@@ -13,6 +15,7 @@ same key, or both none, ends in its handshake. Both ends log that; which of them
 up, is a matter of microseconds.
 """
 
+import ipaddress
 import itertools
 import logging
 import os
@@ -27,6 +30,7 @@ from common.cluster_key import ClusterKey
 from common.errors import StartupError
 from kvtransfer.curve import MAX_OVERHEAD_NBYTES, Caller, Gate
 from kvtransfer.link import Address, RareWarning
+from kvtransfer.names import Names
 from kvtransfer.protocol import MAX_FRAME_NBYTES
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
@@ -179,13 +183,26 @@ class DealerWire:
         self._caller = None if key is None else Caller(key)
         self._next_link = 1
         self._links: dict[int, tuple[ZmqSocket, Monitor]] = {}
+        self._names = Names()
+        self._unresolved: dict[int, tuple[Address, list[bytes]]] = {}  # links whose name is being looked up, with the frames sent so far
 
     @property
-    def sockets(self) -> list[ZmqSocket]:
+    def sockets(self) -> list[ZmqSocket | int]:
         """To be polled for reading."""
-        return [polled for dealer, monitor in self._links.values() for polled in (dealer, monitor.socket)]
+        return [self._names.fd, *(polled for dealer, monitor in self._links.values() for polled in (dealer, monitor.socket))]
 
     def open(self, address: Address) -> int:
+        link = self._next_link
+        if _is_numeric(address.host):
+            self._connect(link, address)
+        else:
+            self._names.look_up(link, address.host)
+            self._unresolved[link] = address, []
+        self._next_link += 1
+        return link
+
+    def _connect(self, link: int, address: Address) -> None:
+        """Raises ValueError for an address that cannot be one."""
         dealer = _open(self._context, zmq.DEALER)
         dealer.set(zmq.RECONNECT_IVL, -1)
         dealer.set(zmq.IPV6, ":" in address.host)
@@ -199,12 +216,13 @@ class DealerWire:
             monitor.close()
             dealer.close(linger=0)
             raise ValueError(f"not an address: {error}") from error
-        link = self._next_link
-        self._next_link += 1
         self._links[link] = dealer, monitor
-        return link
 
     def send(self, link: int, frame: bytes) -> bool:
+        if link in self._unresolved:
+            frames = self._unresolved[link][1]
+            frames.append(frame)
+            return len(frames) <= MAX_QUEUED_FRAMES
         if link not in self._links:
             return False
         try:
@@ -224,25 +242,56 @@ class DealerWire:
 
     def disconnected(self) -> list[tuple[int, str]]:
         """Links that are over, and why. Their last frames may still be on the way through ZMQ."""
-        ended = []
+        ended = self._resolve()
         for link, (_, monitor) in self._links.items():
             if events := monitor.take():
                 ended.append((link, REASONS.get(events[0][0], NO_HANDSHAKE)))
         return ended
 
+    def _resolve(self) -> list[tuple[int, str]]:
+        """Connect the links whose names have been looked up; those that cannot be, and why."""
+        failed = []
+        for link, numeric, reason in self._names.answers():
+            if link not in self._unresolved:
+                continue  # closed meanwhile
+            address, frames = self._unresolved[link]
+            if not numeric:
+                failed.append((link, reason))
+                continue
+            del self._unresolved[link]
+            try:
+                self._connect(link, Address(numeric, address.port))
+            except ValueError as error:
+                failed.append((link, str(error)))
+                continue
+            for frame in frames:
+                self.send(link, frame)
+        return failed
+
     def close(self, link: int) -> None:
-        dealer, monitor = self._links.pop(link)
-        monitor.close()
-        dealer.close()
+        self._unresolved.pop(link, None)
+        if link in self._links:
+            dealer, monitor = self._links.pop(link)
+            monitor.close()
+            dealer.close()
 
     def close_all(self) -> None:
         for link in list(self._links):
             self.close(link)
+        self._names.close()
 
 
 def _numeric(host: str) -> str:
     """ZMQ binds numeric addresses only. Raises OSError for a name that does not resolve."""
     return str(socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _caller_behind(descriptor: int, port: int) -> str:
