@@ -18,7 +18,7 @@ read only when the versions are equal. What cannot be decoded changes nothing.
 
 import math
 import zlib
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,6 +32,10 @@ CHECKSUM_NBYTES = 4  # little endian
 MAX_FRAME_NBYTES = 1 << 22  # a prompt of 16M tokens at 16 tokens a page
 
 MAX_ROOM = 2**63 - 1
+
+ERROR_STATUSES = range(400, 600)  # of a peer's Failure, as are the bounds that follow
+MAX_MESSAGE_CHARACTERS, MAX_WORD_CHARACTERS = 2000, 64
+MAX_RETRY_AFTER_S = 3600.0
 
 Id = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -52,6 +56,7 @@ class Compat(msgspec.Struct, frozen=True):
     head_dim: int
     page_nbytes: int
     context_length: int  # tokens
+    vocab_size: int
 
 
 class HelloBody(msgspec.Struct, frozen=True):
@@ -142,6 +147,9 @@ ToDecode = HelloAck | FirstToken | Closed | Heartbeat
 Message = ToPrefill | ToDecode
 
 
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
 class Undecodable(Exception):
     """A frame that is no message of this protocol."""
 
@@ -167,10 +175,22 @@ def _checked(frame: bytes) -> memoryview:
     return packed
 
 
+def _bounded(message: AnyMessage) -> AnyMessage:
+    """A peer's failure reaches clients and logs: it is an error, and no longer than one."""
+    failure = message.failure if isinstance(message, Cancel | Withdraw | Closed) else None
+    if failure is None:
+        return message
+    code, param, stage = (text and text[:MAX_WORD_CHARACTERS] for text in (failure.code, failure.param, failure.stage))
+    retry_after_s = failure.retry_after_s if failure.retry_after_s is not None and 0 <= failure.retry_after_s <= MAX_RETRY_AFTER_S else None
+    status = failure.status if failure.status in ERROR_STATUSES else 502
+    within = Failure(status, failure.message[:MAX_MESSAGE_CHARACTERS], code, param, stage, retry_after_s)
+    return message if within == failure else msgspec.structs.replace(message, failure=within)
+
+
 def decode_to_prefill(frame: bytes) -> ToPrefill:
     """Raises Undecodable."""
     try:
-        return _to_prefill.decode(_checked(frame))
+        return _bounded(_to_prefill.decode(_checked(frame)))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Undecodable(str(error)) from error
 
@@ -178,7 +198,7 @@ def decode_to_prefill(frame: bytes) -> ToPrefill:
 def decode_to_decode(frame: bytes) -> ToDecode:
     """Raises Undecodable."""
     try:
-        return _to_decode.decode(_checked(frame))
+        return _bounded(_to_decode.decode(_checked(frame)))
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Undecodable(str(error)) from error
 

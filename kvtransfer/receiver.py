@@ -221,10 +221,20 @@ class Receiver:
     # ---- P's messages -----------------------------------------------------------------------------------------------------------
 
     def _on_token(self, room: Room, message: FirstTokenMessage, now_s: float) -> None:
-        if room.machine.fire(E.TOKEN) is S.OFFERED and room.token_s is None:
+        if room.machine.state is S.OFFERED and (wrong := self._wrong_token(room, message)):
+            self._give_up(room, protocol_error(wrong), now_s)
+        elif room.machine.fire(E.TOKEN) is S.OFFERED and room.token_s is None:
             room.token_s = now_s
             self._figures.waited("offer_wait", now_s - room.offered_s)
             self.events.append(FirstToken(room.room, message.token_id, message.num_cached_tokens))
+
+    def _wrong_token(self, room: Room, message: FirstTokenMessage) -> str:
+        """What no node that serves this model would send; "" when it may be."""
+        if message.token_id >= self._settings.compat.vocab_size:
+            return f"sent token {message.token_id} of a vocabulary of {self._settings.compat.vocab_size}"
+        if message.num_cached_tokens > room.num_prompt_tokens:
+            return f"says that {message.num_cached_tokens} of {room.num_prompt_tokens} prompt tokens were cached"
+        return ""
 
     def _on_closed(self, room: Room, message: Closed, now_s: float) -> None:
         if room.machine.state is S.QUARANTINE:

@@ -61,6 +61,7 @@ class Sender:
         self._now_s = 0.0  # of the last tick
         self._pages_per_post = num_pages_of(settings.post_tokens, settings.compat.page_size)
         self._rooms: dict[int, Room] = {}
+        self._parked: set[int] = set()  # of the rooms those in PARKED
         self._ended: OrderedDict[int, Ended] = OrderedDict()
         self._refused: OrderedDict[OfferId, None] = OrderedDict()  # answered without being held
         self._timers: Timers[int] = Timers()
@@ -79,6 +80,7 @@ class Sender:
         room = self._rooms.get(room_id) or self._new_room(room_id)
         room.machine.fire(E.EXPECT)
         self._rooms[room_id] = room
+        self._parked.discard(room_id)
         room.request, room.request_deadline_s = Prompt(num_prompt_tokens, prompt_digest), deadline_s
         room.rid, room.expected_s = rid, now_s
         if room.offer is None:
@@ -215,8 +217,8 @@ class Sender:
             held = self._read(offer_id, message)
         except ValueError as error:
             return self._refuse(offer_id, message.room, "FAILED", Failure(400, f"bad offer: {error}", code="bad_offer", stage="transfer"))
-        if room is None and self._num_parked() >= self._settings.max_rooms:
-            full = f"{self._num_parked()} offers wait for their requests already"
+        if room is None and len(self._parked) >= self._settings.max_rooms:
+            full = f"{len(self._parked)} offers wait for their requests already"
             return self._refuse(offer_id, message.room, "REFUSED", Failure(503, full, code="overloaded", stage="transfer", retry_after_s=1.0))
         room = room or self._new_room(message.room)
         room.machine.fire(E.OFFER)
@@ -224,6 +226,7 @@ class Sender:
         room.offer, room.handed_over = held, np.zeros(len(held.dst_pages), np.bool_)
         room.digests = np.zeros(len(held.dst_pages) if held.digest else 0, np.uint32)
         if room.request is None:
+            self._parked.add(message.room)
             self._timers.set(message.room, min(held.deadline_s, now_s + self._settings.offer_timeout_s))
         else:
             self._join(room, held, now_s)
@@ -321,6 +324,7 @@ class Sender:
             return
         room.machine.fire(E.DRAINED)
         del self._rooms[room.room]
+        self._parked.discard(room.room)
         self._timers.cancel(room.room)
         if room.offer is not None and not room.peer_gone:
             self._answer(room.offer.id, room.room, room.status, room.failure, b"" if room.failure else pack_digests(room.digests))
@@ -350,6 +354,3 @@ class Sender:
             room=room_id, attempt=attempt, sender=self.incarnation, receiver=peer, status=status, failure=failure, page_digests=page_digests
         )
         self.links.send(peer, closed)
-
-    def _num_parked(self) -> int:
-        return sum(room.machine.state is S.PARKED for room in self._rooms.values())

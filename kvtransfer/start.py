@@ -27,7 +27,7 @@ class PageLayout(Protocol):
 
 
 def start_transfer(
-    config: NodeConfig, region: Region, layout: PageLayout, *, fingerprint: str, dtype: str, context_length: int
+    config: NodeConfig, region: Region, layout: PageLayout, *, fingerprint: str, dtype: str, context_length: int, vocab_size: int
 ) -> tuple[TransferSettings, TransferBackend]:
     """The configured backend with the pool registered. Raises StartupError."""
     compat = Compat(
@@ -39,6 +39,7 @@ def start_transfer(
         head_dim=layout.head_dim,
         page_nbytes=region.page_nbytes,
         context_length=context_length,
+        vocab_size=vocab_size,
     )
     backend = make_backend(config.transfer_backend, region, options_of(config))
     settings = TransferSettings(

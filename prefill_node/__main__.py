@@ -21,7 +21,9 @@ def main(payload: bytes, reporter: Reporter) -> None:
     pool = engine.runner.kv
     region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool, pool.shared_fd)
     facts = {"fingerprint": engine.fingerprint, "dtype": engine.dtype}
-    settings, backend = start_transfer(config, region, pool.layout, context_length=engine.runner.context_length, **facts)
+    settings, backend = start_transfer(
+        config, region, pool.layout, context_length=engine.runner.context_length, vocab_size=engine.runner.model_config.vocab_size, **facts
+    )
     endpoint = PrefillEndpoint(settings, backend, config.host, config.bootstrap_port, key)
     try:
         intake = Intake(engine.inbox, endpoint.wake_fd)

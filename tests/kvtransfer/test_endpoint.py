@@ -538,7 +538,7 @@ def test_a_stranger_without_hello_is_told_so_and_gets_no_room(pair: tuple[Node, 
         body = HelloBody(p.endpoint._settings.compat, b"not a description", 0.5, 3.0)
         stranger.send(encode(hello(PeerId("who"), body)))
         assert stranger.poll(5000)
-        assert b"transfer backend memory" in stranger.recv()
+        assert b"KV transfer: the peer's description" in stranger.recv()
     finally:
         context.destroy(linger=0)
     assert p.rooms() == {}

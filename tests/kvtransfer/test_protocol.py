@@ -136,7 +136,7 @@ DIFFERENT: dict[str, Any] = {
     "head_dim": 16,
     "page_nbytes": 128,
     "context_length": 256,
-    "backend": "nixl",
+    "vocab_size": 151936,
 }
 
 
@@ -190,3 +190,23 @@ def test_page_lists_that_do_not_hold_together_are_refused(packed: bytes) -> None
 @pytest.mark.parametrize(("num_tokens", "expected"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_pages_of_a_prompt(num_tokens: int, expected: int) -> None:
     assert num_pages_of(num_tokens, 4) == expected
+
+
+# ---- a peer's failure ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [-1, 0, 7, 200, 302, 600, 10**9])
+def test_a_peers_failure_is_an_error_whatever_it_says(status: int) -> None:
+    told = Failure(status, "m" * 100_000, "c" * 1000, "p" * 1000, "s" * 1000, -3.0)
+    cancel = decode_to_prefill(encode(Cancel(room=1, attempt=1, sender="d1", receiver="p1", failure=told)))
+    assert isinstance(cancel, Cancel)
+    heard = cancel.failure
+    assert (heard.status, heard.message, heard.retry_after_s) == (502, "m" * 2000, None)
+    assert (heard.code, heard.param, heard.stage) == ("c" * 64, "p" * 64, "s" * 64)
+
+
+def test_an_honest_failure_arrives_as_it_left() -> None:
+    told = Failure(503, "out of pages", "overloaded", None, "prefill", 1.0)
+    closed = decode_to_decode(encode(Closed(room=1, attempt=1, sender="p1", receiver="d1", status="FAILED", failure=told)))
+    assert isinstance(closed, Closed)
+    assert closed.failure == told

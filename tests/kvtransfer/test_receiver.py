@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transfer_sim import NUM_PAGES, PAGE_NBYTES, UNIX_OFFSET_S, EventLog, RecordingDialWire, frame, pages, registered_backend, settings
+from transfer_sim import COMPAT, NUM_PAGES, PAGE_NBYTES, UNIX_OFFSET_S, EventLog, RecordingDialWire, frame, pages, registered_backend, settings
 
 from common.errors import Failure
 from kvtransfer.backend import PeerId, Region
@@ -162,6 +162,30 @@ def test_a_token_that_comes_twice_is_told_once() -> None:
     node.token()
     node.token()
     assert node.events() == [FirstToken(1, 42, 4)]
+
+
+@pytest.mark.parametrize(
+    ("token_id", "num_cached_tokens", "sentence"),
+    [
+        (COMPAT.vocab_size, 0, f"sent token {COMPAT.vocab_size} of a vocabulary of {COMPAT.vocab_size}"),
+        (2**31 - 1, 0, "sent token 2147483647"),
+        (5, 10, "says that 10 of 9 prompt tokens were cached"),
+    ],
+)
+def test_a_token_that_no_honest_node_sends_ends_the_room_and_nothing_else(token_id: int, num_cached_tokens: int, sentence: str) -> None:
+    node = Node()
+    node.offer()
+    node.acknowledge()
+    node.receive(FirstTokenMessage(room=1, attempt=1, sender=P, receiver=D, token_id=token_id, num_cached_tokens=num_cached_tokens))
+    node.step()
+    [failed] = node.events()
+    assert isinstance(failed, RoomFailed)
+    assert failed.failure.code == "protocol_error"
+    assert sentence in failed.failure.message
+    assert isinstance(node.sent()[-1], Cancel)
+    node.closed("ABORTED", failed.failure)
+    node.step()
+    assert node.events()[-1] == PagesReturned(1)
 
 
 def test_delivered_without_token_1_is_a_failure_with_pages_returned() -> None:
