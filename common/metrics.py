@@ -19,6 +19,47 @@ INVALID_NAME_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
 LABEL = re.compile(r'(\w+)="([^"\\]*)"')
 LABELLED_KEY = re.compile(rf"(?P<name>[^{{]+)(\{{(?P<labels>{LABEL.pattern}(,{LABEL.pattern})*)\}})?")
 
+DEFAULT_HELP = "Reported by the scheduler"
+HELP = {
+    "pages": "Pages of the KV pool; the four below add up to it",
+    "pages_free": "KV pages that hold nothing",
+    "pages_cached": "KV pages of the prefix cache that no request holds",
+    "pages_held": "KV pages that requests hold",
+    "pages_quarantined": "KV pages of ended requests that a prefill node may still write to",
+    "retracted_requests_total": "Requests that gave their pages up to older ones, by what became of their KV",
+    "swapped_requests": "Requests whose KV is in host memory",
+    "swap_bytes": "Host memory that such KV takes",
+    "swap_out_seconds_total": "Time spent copying KV to host memory",
+    "swap_in_seconds_total": "Time spent copying KV back",
+    "swap_prefix_lost_total": "Copies that came back to a prefix which the cache had lost",
+    "transfer_offers_total": "Offers: sent on a decode node, received on a prefill node",
+    "transfer_delivered_total": "Rooms that were delivered",
+    "transfer_failed_total": "Rooms that ended without delivery, and whose pages are back",
+    "transfer_failures_total": "Failures of rooms, by cause",
+    "transfer_corrupt_pages_total": "Pages whose checksum was not the one sent",
+    "transfer_offer_wait_seconds_total": "Prefill: time requests waited for their offer; decode: offers for their first token",
+    "transfer_offer_waits_total": "How many waited so",
+    "transfer_wait_seconds_total": "Time from the last page (prefill) or token 1 (decode) to delivery",
+    "transfer_waits_total": "How many waited so",
+    "transfer_posts_total": "Writes handed to the transfer backend",
+    "transfer_pages_total": "Pages in these writes",
+    "transfer_descriptors_total": "Runs of neighbouring pages in these writes",
+    "transfer_bytes_written_total": "Bytes of the writes that succeeded",
+    "transfer_seconds_total": "Time in which a write was outstanding",
+    "transfer_gigabytes_per_second": "Rate of the last 10 s with writes outstanding; 0 when none ended for 10 s",
+    "transfer_peers": "Peers, by the state of their link",
+    "transfer_heartbeat_age_seconds": "Age of the oldest last sign of life of a peer",
+    "transfer_rooms_pending": "Decode: rooms whose prefill node is not connected yet",
+    "transfer_rooms_offered": "Decode: rooms whose pages a prefill node may write",
+    "transfer_rooms_quarantine": "Decode: rooms given up that a prefill node may still write to",
+    "transfer_rooms_await_offer": "Prefill: requests without an offer yet",
+    "transfer_rooms_parked": "Prefill: offers without a request yet",
+    "transfer_rooms_waiting": "Prefill: offered requests of which no page is computed",
+    "transfer_rooms_computing": "Prefill: rooms whose prompts are being computed and sent",
+    "transfer_rooms_sending": "Prefill: rooms whose prompts are computed and whose last pages are on their way",
+    "transfer_rooms_draining": "Prefill: rooms that failed and have writes outstanding",
+}
+
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
@@ -69,6 +110,7 @@ class StatusCollector(Collector):
 
     A key may carry labels as Prometheus writes them: `transfer_failures_total{cause="peer_lost"}`. All keys of one name have the same
     labels. Values are free of double quotes and backslashes (kvtransfer/figures.py makes them so); a key that is none is left out.
+    What a family is about stands in HELP, if it is not plain.
     """
 
     def __init__(self, registry: CollectorRegistry, latest: Callable[[], dict[str, float]]) -> None:
@@ -81,12 +123,12 @@ class StatusCollector(Collector):
             if parsed := LABELLED_KEY.fullmatch(key):
                 labels = dict(LABEL.findall(parsed["labels"] or ""))
                 name = f"pdserve_{INVALID_NAME_CHARACTERS.sub('_', parsed['name'])}"
-                family = families.get(name) or families.setdefault(name, _family(name, tuple(labels)))
+                family = families.get(name) or families.setdefault(name, _family(name, HELP.get(parsed["name"], DEFAULT_HELP), tuple(labels)))
                 family.add_metric(list(labels.values()), value)
         return families.values()
 
 
-def _family(name: str, labels: tuple[str, ...]) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(name: str, documentation: str, labels: tuple[str, ...]) -> CounterMetricFamily | GaugeMetricFamily:
     if name.endswith("_total"):
-        return CounterMetricFamily(name.removesuffix("_total"), "Reported by the scheduler", labels=labels)
-    return GaugeMetricFamily(name, "Reported by the scheduler", labels=labels)
+        return CounterMetricFamily(name.removesuffix("_total"), documentation, labels=labels)
+    return GaugeMetricFamily(name, documentation, labels=labels)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pd_nodes import PdNodes
 from scheduler_harness import Node, random_prompt
 
+from common.metrics import HELP
 from common.scheduling import pages as pages_module
 from kvtransfer.memory import MemoryFabric
 from kvtransfer.tcp import TcpBackend
@@ -17,6 +18,12 @@ PROMPT = random_prompt(np.random.default_rng(7), 37)
 def pair(nodes: PdNodes, fabric: MemoryFabric, **options: object) -> tuple[Node, Node]:
     return nodes.add("prefill", fabric.backend(), **options), nodes.add("decode", fabric.backend(), **options)
 
+
+
+def test_figures_of_pages_swap_and_transfer_say_what_they_are() -> None:
+    with PdNodes() as nodes:
+        names = {key.partition("{")[0] for node in pair(nodes, MemoryFabric()) for key in node.scheduler.stats()}
+    assert {name for name in names if name.startswith(("pages", "retracted", "swap", "transfer"))} == set(HELP)
 
 
 def test_first_token_is_streamed_before_the_transfer_ends() -> None:

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.metrics import StatusCollector, render
+from common.metrics import HELP, StatusCollector, render
 
 
 def rendered(stats: dict[str, float]) -> dict[str, tuple[str, dict[str, float]]]:
@@ -38,6 +38,15 @@ def test_a_key_may_have_several_labels() -> None:
     assert rendered({'writes_total{peer="10.0.0.1:80/ab",way="tcp"}': 1.0}) == {
         "pdserve_writes": ("counter", {"peer=10.0.0.1:80/ab,way=tcp": 1.0})
     }
+
+
+def test_a_family_says_what_it_is_about() -> None:
+    registry = CollectorRegistry()
+    StatusCollector(registry, lambda: {'transfer_peers{state="up"}': 2.0, "transfer_posts_total": 1.0, "other": 1.0})
+    text = render(registry).decode()
+    assert f"# HELP pdserve_transfer_peers {HELP['transfer_peers']}\n" in text
+    assert f"# HELP pdserve_transfer_posts_total {HELP['transfer_posts_total']}\n" in text
+    assert "# HELP pdserve_other Reported by the scheduler\n" in text
 
 
 @pytest.mark.parametrize("key", ["", "{}", "a{}", "a{b}", 'a{b="c"', 'a{b="c"}d', 'a{b="c""}', 'a{b="\\"}'])
