@@ -79,13 +79,13 @@ class Extending:
         return ExtendPlan(chunks, admitted, self._batch(chunks)) if chunks else None
 
     def computed(self, plan: ExtendPlan) -> None:
-        """The plan's forward is done: its tokens' KV is in the pages. Finished prompts leave (place ROOM until the
-        caller puts them elsewhere)."""
+        """The plan's forward is done: its tokens' KV is in the pages. Finished prompts leave; where to, the caller
+        says."""
         for chunk in plan.chunks:
             chunk.request.num_computed_tokens = chunk.stop
             if chunk.last:
                 self.requests.remove(chunk.request)
-                chunk.request.place = Place.ROOM
+                chunk.request.place = Place.NOWHERE
 
     def _next(self) -> Request | None:
         """The head of the line if it is for here: not one that is to be offered, nor one whose KV is in host memory."""

@@ -19,7 +19,7 @@ from common.request import Bootstrap, SamplingParams, TextSpec
 class Place(Enum):
     """Where a request is. ARRIVING and WAITING requests stand in the line for pages; ROOM means that a transfer has it."""
 
-    NEW = "new"
+    NOWHERE = "nowhere"  # in no queue: new, on its way from one to the next, or computed here for a decode node
     ARRIVING = "arriving"  # waits in the line for pages to offer to its prefill node
     WAITING = "waiting"  # waits in the line for pages to run here
     EXTENDING = "extending"  # holds pages; some prompt tokens are computed
@@ -47,7 +47,7 @@ class Request:
     bootstrap: Bootstrap | None
     order: int  # of arrival; retraction takes the newest first
     max_new_tokens: int
-    place: Place = Place.NEW
+    place: Place = Place.NOWHERE
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # pages of tokens [0, len(pages) * page_size), in order
     num_computed_tokens: int = 0  # tokens whose KV is in `pages`

@@ -109,7 +109,7 @@ class Running:
         newest = max(self.requests, key=lambda request: request.order)
         self.remove(newest)
         self._pages.retract(newest)
-        newest.place = Place.NEW
+        newest.place = Place.NOWHERE
         if newest.host_copy is None:
             self.num_retracted_recompute += 1
         else:

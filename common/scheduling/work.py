@@ -166,7 +166,7 @@ class Work:
         elif request.place in (Place.ARRIVING, Place.WAITING):
             self.line.remove(request)
         if request.place is not Place.OVER:
-            request.place = Place.ROOM
+            request.place = Place.NOWHERE
 
     def end(self, request: Request, failure: Failure) -> None:
         """Answer with a failure; the KV may be wrong and is not shared."""
