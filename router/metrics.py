@@ -34,12 +34,12 @@ class _NodeCollector(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         gauges: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
-            ("node_up", "1 when requests may be sent to the node", lambda node: float(node.usable)),
-            ("node_in_flight", "Requests that are under way at the node", lambda node: float(node.num_in_flight)),
-            ("node_prompt_bytes_in_flight", "Their bodies' bytes", lambda node: float(node.prompt_bytes_in_flight)),
+            ("pdserve_router_node_up", "1 when requests may be sent to the node", lambda node: float(node.usable)),
+            ("pdserve_router_node_in_flight", "Requests that are under way at the node", lambda node: float(node.num_in_flight)),
+            ("pdserve_router_node_prompt_bytes_in_flight", "Their bodies' bytes", lambda node: float(node.prompt_bytes_in_flight)),
         )
         for name, documentation, read in gauges:
-            family = GaugeMetricFamily(f"pdserve_router_{name}", documentation, labels=("leg", "node"))
+            family = GaugeMetricFamily(name, documentation, labels=("leg", "node"))
             for node in self._nodes.all:
                 family.add_metric((node.leg, node.url), read(node))
             yield family
