@@ -9,10 +9,11 @@ import argparse
 import multiprocessing
 import os
 import select
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -60,15 +61,68 @@ def far_raw(name: str, num_pages: int, page_nbytes: int, pipe: Connection) -> No
     RAW[name][1](make_pool(num_pages, page_nbytes)[0], pipe)
 
 
+def near_raw(name: str, num_pages: int, page_nbytes: int, description: object, pipe: Connection) -> None:
+    """Writes page lists as they come, and says how many seconds each took, until the pipe ends."""
+    pool = make_pool(num_pages, page_nbytes)[0]
+    raw = RAW[name][2](pool) if description is None else RAW[name][2](pool, description)
+    pipe.send("ready")
+    try:
+        while True:
+            pipe.send(transfer_raw.seconds(raw, *pipe.recv()))
+    except EOFError:
+        raw.close()
+
+
+class RawPair:
+    """The bare library, between two processes of its own. They stand still while others are measured: NIXL's progress threads, for one,
+    spin on a core each."""
+
+    def __init__(self, pipe: Connection, pids: list[int]) -> None:
+        self._pipe = pipe
+        self._pids = pids
+        assert pipe.recv() == "ready"
+        self._signal(signal.SIGSTOP)
+
+    def write(self, local: PageIds, remote: PageIds) -> float:
+        self._signal(signal.SIGCONT)
+        self._pipe.send((local, remote))
+        seconds: float = self._pipe.recv()
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def release(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            os.kill(pid, number)
+
+
 @contextmanager
-def other_process(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
-    """`target` in a process of its own, with the other end of the pipe that is given; it ends when the pipe does."""
+def raw_pair(name: str, num_pages: int, page_nbytes: int) -> Iterator[RawPair]:
+    with ExitStack() as open_processes:
+        pids: list[int] = []
+        description: object = None
+        if RAW[name][1] is not None:
+            far, pid = open_processes.enter_context(other_process(far_raw, name, num_pages, page_nbytes))
+            description = far.recv()
+            pids.append(pid)
+        near, pid = open_processes.enter_context(other_process(near_raw, name, num_pages, page_nbytes, description))
+        pair = RawPair(near, [*pids, pid])
+        open_processes.callback(pair.release)  # before they are joined
+        yield pair
+
+
+@contextmanager
+def other_process(target: Callable[..., None], *arguments: object) -> Iterator[tuple[Connection, int]]:
+    """`target` in a process of its own: the other end of the pipe that it is given, and its pid. It ends when the pipe does."""
     pipe, far_pipe = SPAWN.Pipe()
     process = SPAWN.Process(target=target, args=(*arguments, far_pipe))
     process.start()
     far_pipe.close()
+    assert process.pid is not None
     try:
-        yield pipe
+        yield pipe, process.pid
     finally:
         pipe.close()
         process.join()
@@ -104,26 +158,23 @@ def write(backend: TransferBackend, local: PageIds, remote: PageIds) -> float:
 
 
 def bandwidth(name: str, num_pages: int, rounds: int) -> list[Bar]:
-    title, serve, near = RAW[name]
+    title = RAW[name][0]
     in_order = np.arange(num_pages, dtype=np.int32)
     rng = np.random.default_rng(0)
     here, there = rng.permutation(in_order), rng.permutation(in_order)
     times = Rounds()
     pool, fd = make_pool(num_pages, PAGE_NBYTES)
-    with other_process(far_backend, name, num_pages, PAGE_NBYTES) as pipe, _raw_process(name, num_pages) as raw_pipe:
+    with other_process(far_backend, name, num_pages, PAGE_NBYTES) as (pipe, _), raw_pair(name, num_pages, PAGE_NBYTES) as raw:
         backend = make_backend(name, pool, fd)
         description = pipe.recv()
         pipe.send(backend.describe())
         pipe.recv()
         backend.connect(FAR, description)
-        raw_pool = make_pool(num_pages, PAGE_NBYTES)[0]
-        raw = near(raw_pool, raw_pipe.recv()) if serve else near(raw_pool)
         for _ in range(rounds + 1):
-            times.add("bare contiguous", transfer_raw.seconds(raw, in_order, in_order))
+            times.add("bare contiguous", raw.write(in_order, in_order))
             times.add("contiguous", write(backend, in_order, in_order))
-            times.add("bare scattered", transfer_raw.seconds(raw, here, there))
+            times.add("bare scattered", raw.write(here, there))
             times.add("scattered", write(backend, here, there))
-        raw.close()
         backend.close()
     nbytes = num_pages * PAGE_NBYTES
     print(f"\n{name} beside {title}: {num_pages} pages of {PAGE_NBYTES} bytes, {nbytes / 1e6:.0f} MB, {rounds} interleaved rounds")
@@ -136,15 +187,6 @@ def bandwidth(name: str, num_pages: int, rounds: int) -> list[Bar]:
         Bar(f"{name}, contiguous pages", nbytes / times.median_s("contiguous") / 1e9, nbytes / times.median_s("bare contiguous") / 1e9),
         Bar(f"{name}, scattered pages", nbytes / times.median_s("scattered") / 1e9, nbytes / times.median_s("bare scattered") / 1e9),
     ]
-
-
-@contextmanager
-def _raw_process(name: str, num_pages: int) -> Iterator[Connection]:
-    if RAW[name][1] is None:
-        yield SPAWN.Pipe()[0]
-    else:
-        with other_process(far_raw, name, num_pages, PAGE_NBYTES) as pipe:
-            yield pipe
 
 
 # ---- Offer to Closed ----------------------------------------------------------------------------------------------------------
@@ -179,7 +221,7 @@ def far_prefill(name: str, pipe: Connection) -> None:
 
 def fixed_cost(name: str, rounds: int) -> None:
     costs_s: list[float] = []
-    with other_process(far_prefill, name) as pipe:
+    with other_process(far_prefill, name) as (pipe, _):
         endpoint = DecodeEndpoint(settings(), make_backend(name, *make_pool(NUM_PAGES, PAGE_NBYTES)))
         port = pipe.recv()
         for room in range(rounds):
