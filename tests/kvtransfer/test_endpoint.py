@@ -4,6 +4,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from endpoint_harness import NUM_PAGES, Child, Node, page_ids
 
 from common.errors import Failure, StartupError
 from kvtransfer.backend import PeerId, TransferError
-from kvtransfer.endpoint import Delivered, FirstToken, OfferJoined, PagesReturned, RoomFailed, TransferCrashed
+from kvtransfer.endpoint import Delivered, FirstToken, OfferJoined, PagesReturned, RoomFailed, TransferCrashed, Wake
 from kvtransfer.memory import MemoryFabric
 from kvtransfer.protocol import MAX_FRAME_NBYTES, HelloBody, Offer, encode, hello, pack_pages
 from kvtransfer.tcp import TcpBackend
@@ -838,3 +839,40 @@ def test_close_is_quick_final_and_can_be_called_twice(cluster: Cluster, pair: tu
         node.endpoint.poll()
     assert time.monotonic() - started_s < 2.0
     cluster.prefill(p.endpoint.port)
+
+
+def test_a_wake_is_readable_from_set_to_clear_however_often_it_is_set() -> None:
+    wake = Wake()
+
+    def readable() -> bool:
+        return bool(select.select([wake.fd], [], [], 0)[0])
+
+    assert not readable()
+    for _ in range(3):
+        wake.set()
+        wake.set()
+        assert readable()
+        wake.clear()
+        assert not readable()
+    wake.close()
+
+
+def test_no_wake_is_lost_between_two_threads() -> None:
+    """A producer appends and sets, a consumer waits, clears and takes: everything is taken."""
+    wake, queue, taken = Wake(), deque[int](), 0
+
+    def produce() -> None:
+        for number in range(20_000):
+            queue.append(number)
+            wake.set()
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    while taken < 20_000:
+        assert select.select([wake.fd], [], [], 10.0)[0], f"asleep with {len(queue)} in the queue"
+        wake.clear()
+        for _ in range(len(queue)):
+            assert queue.popleft() == taken
+            taken += 1
+    producer.join()
+    wake.close()
