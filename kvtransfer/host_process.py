@@ -9,6 +9,7 @@ Not seen: a process of another PID namespace (its peers do not copy into it dire
 frozen by a cgroup, which looks asleep.
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -32,10 +33,15 @@ class HostProcess(msgspec.Struct, frozen=True):
 
 
 def this_process() -> HostProcess:
+    return _this_process(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _this_process(pid: int) -> HostProcess:
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = tuple(os.readlink(path) for path in ("/proc/self/ns/pid", "/proc/self/ns/time") if os.path.lexists(path))
-    _, start_ticks = _state_and_start(os.getpid())
-    return HostProcess(boot_id, namespaces, os.getpid(), start_ticks)
+    _, start_ticks = _state_and_start(pid)
+    return HostProcess(boot_id, namespaces, pid, start_ticks)
 
 
 def is_here(process: HostProcess) -> bool:
@@ -88,7 +94,7 @@ def _state(process: HostProcess) -> str | None:
     """As /proc/PID/stat has it; None: ended."""
     try:
         state, start_ticks = _state_and_start(process.pid)
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return STOPPED[0] if _exists(process.pid) else None
     ended = start_ticks != process.start_ticks or (state in ENDED and _num_threads(process.pid) <= 1)
     return None if ended else state
@@ -115,5 +121,5 @@ def _num_threads(pid: int) -> int:
     """Threads that have not ended; a main thread that has is a zombie until the last one has too, and counts as one."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0

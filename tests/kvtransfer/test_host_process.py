@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from kvtransfer import host_process
 from kvtransfer.host_process import HostProcess, fence_of, this_process
 
 DELAY_S = 2.0
@@ -119,3 +120,19 @@ def test_a_dead_process_passes_at_once(child: Child, reaped: bool) -> None:
 def test_another_process_under_the_same_pid_means_the_peer_is_gone(child: Child) -> None:
     earlier = msgspec.structs.replace(child.identity, start_ticks=child.identity.start_ticks - 1)
     assert fence_of(earlier, DELAY_S).passed()
+
+
+def test_a_process_whose_state_may_not_be_read_counts_as_stopped_while_it_lives(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A /proc mounted with hidepid=1."""
+
+    def refuse(pid: int) -> tuple[str, int]:
+        raise PermissionError(pid)
+
+    clock = Clock()
+    fence = fence_of(child.identity, DELAY_S, clock)
+    monkeypatch.setattr(host_process, "_state_and_start", refuse)
+    assert not fence.passed()
+    clock.now_s += 100 * DELAY_S
+    assert not fence.passed()
+    child.stop()
+    assert fence.passed()
