@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 MAX_PART_NBYTES = 64 << 20
 MAX_PART_PAGES = 8192
 POLL_MIN_S, POLL_MAX_S = 20e-6, 500e-6
-GREET_S = 1e-3  # between looks for messages while some are expected
+GREET_S = 1e-3  # between looks for messages when some begin to be expected; grows to IDLE_S while none comes
 FAILED_STEP_PAUSE_S = 0.5
 IDLE_S = 0.05  # a peer's message waits so long at most
 FENCE_DELAY_S = 10.0
@@ -63,7 +63,7 @@ class NixlBackend:
         self._region: Region | None = None
         self._connected: dict[PeerId, tuple[bytes, Peer]] = {}
         self._accepted: dict[PeerId, tuple[bytes, Peer]] = {}
-        self._peers: dict[str, Peer] = {}  # by agent; those that left too, while something of theirs is under way
+        self._peers: dict[str, Peer] = {}  # by agent; those that left too, for REMEMBER_S
         self._revocations: weakref.WeakSet[Revocation] = weakref.WeakSet()  # those whose fence somebody still holds
         self._grant_numbers = itertools.count(1)
         self._lock = threading.Lock()  # for every call of the agent and all above, but post()
@@ -105,6 +105,7 @@ class NixlBackend:
             if target.connected_as is not None:
                 raise TransferError(f"peer {peer} is connected already, as {target.connected_as}")
             target.connected_as = peer
+            target.meet(time.monotonic())
             self._connected[peer] = description, target
         self._wake.set()
 
@@ -114,7 +115,8 @@ class NixlBackend:
             return
         with self._lock:
             target = self._peer_of(theirs)
-            target.given = Grant(next(self._grant_numbers))
+            target.given, target.has_told = Grant(next(self._grant_numbers)), False
+            target.meet(time.monotonic())
             self._accepted[peer] = description, target
         self._wake.set()
 
@@ -167,52 +169,72 @@ class NixlBackend:
             self._thread.join()
         for target in self._peers.values():
             target.abandon()
-        self._agent.close()
-        self._tickets.close()
-        atexit.unregister(self.close)
+        try:
+            self._agent.close()
+        finally:
+            self._tickets.close()
+            atexit.unregister(self.close)
 
     # ---- the backend's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         pause_s = IDLE_S
         while not self._closing:
-            self._wake.wait(pause_s)
+            woken = self._wake.wait(pause_s)
             self._wake.clear()
             with self._lock:
-                try:
-                    moved = self._step(time.monotonic())
-                except Exception:  # a thread that ended would leave every ticket open; the sessions give up what makes no progress
-                    logger.exception("a step of the nixl backend failed")
-                    pause_s = FAILED_STEP_PAUSE_S
-                    continue
+                pause_s = self._turn(time.monotonic(), pause_s, woken)
+
+    def _turn(self, now_s: float, pause_s: float, woken: bool) -> float:
+        """One step, after a pause of `pause_s`, and the pause that is to follow. Raises nothing: a thread that ended would leave every ticket open;
+        the sessions give up what makes no progress."""
+        try:
+            moved = self._step(now_s)
             if any(target.is_moving for target in self._peers.values()):
-                pause_s = POLL_MIN_S if moved else min(1.5 * pause_s, POLL_MAX_S)
-            elif self._revocations or any(target.is_waiting for target in self._peers.values()):
-                pause_s = GREET_S
-            else:
-                pause_s = IDLE_S
+                return POLL_MIN_S if moved else min(1.5 * pause_s, POLL_MAX_S)
+            if self._revocations or any(target.is_waiting for target in self._peers.values()):
+                return GREET_S if moved or woken else min(max(1.5 * pause_s, GREET_S), IDLE_S)
+            return IDLE_S
+        except Exception:
+            logger.exception("a step of the nixl backend failed")
+            return FAILED_STEP_PAUSE_S
 
     def _step(self, now_s: float) -> bool:
-        """Whether something was posted or has ended."""
-        for agent, raw in self._agent.messages():
-            self._hear(agent, raw)
-        moved = [target.step(now_s) for target in self._peers.values()]
-        for agent in [agent for agent, target in self._peers.items() if not target.is_wanted and not target.is_moving]:
+        """Whether something was heard or posted, or has ended."""
+        messages = self._agent.messages()
+        for agent, raw in messages:
+            self._hear(agent, raw, now_s)
+        moved = [self._step_peer(target, now_s) for target in self._peers.values()]
+        for agent in [agent for agent, target in self._peers.items() if target.may_be_forgotten(now_s)]:
             del self._peers[agent]
-        return any(moved)
+        for revocation in [revocation for revocation in self._revocations if revocation.is_over()]:
+            self._revocations.discard(revocation)
+        return bool(messages) or any(moved)
 
-    def _hear(self, agent: str, raw: bytes) -> None:
+    def _step_peer(self, target: Peer, now_s: float) -> bool:
+        """One peer's trouble is not the others'."""
+        if now_s < target.rests_until_s:
+            return False
+        try:
+            return target.step(now_s)
+        except Exception:
+            logger.exception("a step of agent %s failed", target.description.agent)
+            target.rests_until_s = now_s + FAILED_STEP_PAUSE_S
+            return False
+
+    def _hear(self, agent: str, raw: bytes, now_s: float) -> None:
+        revocations = [revocation for revocation in self._revocations if revocation.peer.description.agent == agent]
         peers = [self._peers[agent]] if agent in self._peers else []
-        peers += [revocation.peer for revocation in self._revocations if revocation.peer.description.agent == agent]
-        message = peers[0].hear(raw, time.monotonic()) if peers else None
+        peers += [revocation.peer for revocation in revocations]
+        message = peers[0].hear(raw, now_s) if peers else None
         if message is None:
             logger.debug("a message that claims to be of %s was dropped", agent)
         elif message.kind == "ASK" and (given := peers[0].given) is not None:
             peers[0].given = Grant(next(self._grant_numbers)) if given.over or given.number <= message.grant else given
             peers[0].has_told = False
         elif message.kind == "OVER":
-            for grant in [peers[0].given, *(revocation.grant for revocation in self._revocations)]:
-                if grant is not None and grant.number == message.grant:
+            for grant in [peers[0].given, *(revocation.grant for revocation in revocations)]:
+                if grant is not None and grant.number <= message.grant:
                     grant.over = True
 
     # ---- descriptions ---------------------------------------------------------------------------------------------------
@@ -242,10 +264,20 @@ class Revocation:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.grant = peer.given
+        self._outstanding = peer.outstanding
         self._host_fence = fence_of(peer.description.process, SAME_HOST_FENCE_S if is_here(peer.description.process) else FENCE_DELAY_S)
         self._since_s = time.monotonic()
+        self._has_passed = False
+
+    def is_over(self) -> bool:
+        """It has passed already, or the peer has said so and nothing of ours is left. Does not ask the host fence: the first question to that one
+        starts its time, and is the session's to ask."""
+        return self._has_passed or ((self.grant is None or self.grant.over) and not any(map(self.peer.awaits, self._outstanding)))
 
     def passed(self) -> bool:
-        if (self.grant is None or self.grant.over) and not self.peer.has_outstanding:
-            return True
+        if not self._has_passed:
+            self._has_passed = self.is_over() or self._is_over_in_time()
+        return self._has_passed
+
+    def _is_over_in_time(self) -> bool:
         return time.monotonic() - self._since_s >= max(DRAIN_S, self._host_fence.delay_s) and self._host_fence.passed()

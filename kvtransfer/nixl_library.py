@@ -13,7 +13,7 @@ import importlib
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NewType
@@ -38,6 +38,16 @@ ENVIRONMENT = {
     "UCX_KEEPALIVE_INTERVAL": "2s",  # 20 s by default, until a transport that sees no disconnect notices a dead peer
 }
 
+
+# What is used of the bindings (1.5.1), by class; "": of the module itself.
+NEEDED = {
+    "": ("DRAM_SEG", "VRAM_SEG", "NIXL_READ", "NIXL_WRITE", "NIXL_SUCCESS", "NIXL_THREAD_SYNC_NONE", "nixlRegDList", "nixlXferDList"),
+    "nixlAgentConfig": ("useProgThread", "pthrDelay", "syncMode"),
+    "nixlAgent": (
+        *("createBackend", "registerMem", "deregisterMem", "getLocalPartialMD", "loadRemoteMD", "invalidateRemoteMD", "genNotif", "getNotifs"),
+        *("createXferReq", "postXferReq", "getXferStatus", "releaseXferReq"),
+    ),
+}
 
 Request = NewType("Request", int)  # the library's handle of a posted request; to be released once
 
@@ -85,7 +95,8 @@ class NixlAgent:
 
     def memory_keys(self) -> bytes:
         """What another agent load()s after the contact, to read and write the region."""
-        return bytes(self._agent.getLocalPartialMD(self._registered, False, self._ucx))
+        with _as_transfer_error():
+            return bytes(self._agent.getLocalPartialMD(self._registered, False, self._ucx))
 
     def load(self, blob: bytes) -> None:
         with _as_transfer_error():
@@ -112,16 +123,17 @@ class NixlAgent:
 
     def post(self, op: Op, agent: str, local_pages: PageIds, remote_pages: PageIds, remote_base: int, remote_device: str) -> Request:
         """Start one request. A copy of host memory within one machine may be made by this very call."""
-        local, remote, lengths = merged_runs(local_pages, remote_pages)
-        segment, device = self._place(remote_device)
-        here = self._descriptors(self._segment, self._base, local, lengths, self._device)
-        there = self._descriptors(segment, remote_base, remote, lengths, device)
         with _as_transfer_error():
+            local, remote, lengths = merged_runs(local_pages, remote_pages)
+            segment, device = self._place(remote_device)
+            here = self._descriptors(self._segment, self._base, local, lengths, self._device)
+            there = self._descriptors(segment, remote_base, remote, lengths, device)
             request = Request(self._agent.createXferReq(self._ops[op], here, there, agent, "", self._ucx))
             try:
                 self._agent.postXferReq(request, "")
             except BaseException:
-                self.release(request)
+                with suppress(TransferError):  # the first error counts
+                    self.release(request)
                 raise
         return request
 
@@ -136,10 +148,12 @@ class NixlAgent:
 
     def close(self) -> None:
         """Ends the library's threads and connections; the agent cannot be used any more."""
-        if self._registered is not None:
-            with _as_transfer_error():
-                self._agent.deregisterMem(self._registered, self._ucx)
-        del self._agent
+        try:
+            if self._registered is not None:
+                with _as_transfer_error():
+                    self._agent.deregisterMem(self._registered, self._ucx)
+        finally:
+            del self._agent
 
     def _place(self, device: str) -> tuple[object, int]:
         """NIXL's memory type and device number."""
@@ -160,13 +174,26 @@ def load_library() -> ModuleType:
     """The bindings that are installed. Raises StartupError."""
     for variant in VARIANTS:
         try:
-            return importlib.import_module(f"{variant}._bindings")
+            library = importlib.import_module(f"{variant}._bindings")
         except ModuleNotFoundError as error:
             if error.name != variant:
                 raise StartupError(f"transfer backend nixl: {variant} is broken: {error}; install it again") from error
-        except ImportError as error:
+            continue
+        except Exception as error:
             raise StartupError(f"transfer backend nixl: {variant} cannot be loaded: {error}") from error
+        if lacks := missing_names(library):
+            raise StartupError(
+                f"transfer backend nixl: {variant} is not of a version that this node knows: it lacks {', '.join(lacks)}; "
+                f"pip install '{variant.replace('_', '-')}>=1.5'"
+            )
+        return library
     raise StartupError("transfer backend nixl: NIXL is not installed: pip install nixl-cu12 (CUDA 13: nixl-cu13)")
+
+
+def missing_names(library: ModuleType) -> list[str]:
+    """What we use and `library` does not have."""
+    owners = {name: getattr(library, name, None) if name else library for name in NEEDED}
+    return [f"{owner}.{name}".lstrip(".") for owner, names in NEEDED.items() for name in names if not hasattr(owners[owner], name)]
 
 
 def set_environment(options: TransferOptions) -> None:

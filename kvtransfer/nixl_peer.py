@@ -7,19 +7,21 @@ it says how to reach the agent, and a secret. The keys travel in a message betwe
                     still, from before a disconnect(), would be revoked a moment later
     GRANT n, keys   accept() was called: the peer may write. n is new for every grant
     REVOKE n        disconnect() was called: stop what is queued under grant n, and say OVER
-    OVER n          nothing is outstanding under grant n, and nothing more will be posted: the fence of n has passed
+    OVER n          nothing is outstanding under grants up to n, and nothing more will be posted: their fence has passed
 
 Each message carries a proof that its sender knows both secrets, so only the two that met in Hello can speak to each other. A peer that does
 not answer a REVOKE (dead, cut off, stopped) has its fence pass by time, see host_process.py.
 
-A GRANT follows every accept(), so one ASK for each connection is enough. One Peer is one process at the other end: a grant may run in either
-direction. Requests that fail or are cut off are awaited all the same before their connection is dropped. UCX is at its weakest where
-it connects to the same process again (ai-dynamo/nixl issue 1983, ModelTC/LightLLM issue 1470), so that is done for a broken connection
-only, after a pause, and never towards a process that is seen to be gone.
+A GRANT follows every accept(), so one ASK for each connection is enough; as messages may be lost with a connection, it is repeated while pages
+wait. One Peer is one process at the other end: a grant may run in either direction. Requests that fail or are cut off are awaited all the same
+before their connection is dropped. UCX is at its weakest where it connects to the same process again (ai-dynamo/nixl issue 1983,
+ModelTC/LightLLM issue 1470), so that is done for a broken connection only, after a pause, and never towards a process that is seen to be gone.
 """
 
 import hashlib
 import hmac
+import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,10 +34,14 @@ from kvtransfer.description import Description
 from kvtransfer.host_process import HostProcess, is_gone
 from kvtransfer.nixl_library import NixlAgent, Request
 
+logger = logging.getLogger(__name__)
+
 MAX_PARTS_IN_FLIGHT = 4  # of one peer; bounds what may still land after it was cut off
 RECONNECT_MIN_S, RECONNECT_MAX_S = 1.0, 8.0  # pause before a broken connection is made anew; doubles. Each refused one costs UCX 1.23 a descriptor
+ASK_AGAIN_S = 1.0  # while the queue waits: a message may be lost with its connection
 GRANT_TIMEOUT_S = 3.0  # that the queue waits for; a peer that has not answered by then is as good as unreachable
 ERROR_HOLD_S = 0.5  # from a failed request to its ticket: what UCX had given to a socket or a card has landed, or is lost with the connection
+REMEMBER_S = 10.0  # a Peer after its end: what comes late of the former meeting is known as such, and what failed then has landed (FENCE_DELAY_S)
 GIVE_UP_S = 30.0  # for requests that a lost peer keeps unfinished: longer than any transport of UCX tries (RC: 8 x 1 s, TCP: keepalive)
 
 MAC_NBYTES = 32
@@ -93,6 +99,7 @@ class Peer:
         self.connected_as: PeerId | None = None
         self.given: Grant | None = None  # what the peer may do to us
         self.has_told = False  # the peer about `given`
+        self.rests_until_s = 0.0  # its last step has failed
         self._agent = agent
         self._key = hashlib.sha256(b"".join(sorted((secret, theirs.secret)))).digest()
         self._part_done = part_done
@@ -105,20 +112,30 @@ class Peer:
         self._ending_since_s: float | None = None  # nothing more is posted under the present grant
         self._is_broken = False  # the connection
         self._clean = True  # no request has ever failed: then, and only then, is our word that nothing can land any more good
-        self._has_asked = False
+        self._ended_s = -math.inf  # disconnect(), or a request that failed
+        self._is_gone = False  # its process: seen once, true for ever
+        self._asked_s: float | None = None  # on this connection
         self._reconnect_at_s = 0.0  # not before
         self._pause_s = RECONNECT_MIN_S
         self._queued_since_s: float | None = None  # the queue waits for a grant
         self._shut_out = False  # revoked, and not granted anew since
-        self._cause: TransferError | None = None  # why there may be no grant
+        self._cause = ""  # why there may be no grant; not the error itself, whose traceback holds whoever called
 
     @property
     def is_wanted(self) -> bool:
         return self.connected_as is not None or self.given is not None
 
     @property
-    def has_outstanding(self) -> bool:
-        return bool(self._in_flight)
+    def outstanding(self) -> list[Posted]:
+        """A copy."""
+        return list(self._in_flight)
+
+    def awaits(self, posted: Posted) -> bool:
+        return posted in self._in_flight
+
+    def may_be_forgotten(self, now_s: float) -> bool:
+        """A Peer made later for the same process knows nothing of this one's failures and revoked grants."""
+        return not self.is_wanted and not self.is_moving and now_s - self._ended_s >= REMEMBER_S
 
     @property
     def is_moving(self) -> bool:
@@ -128,6 +145,8 @@ class Peer:
     @property
     def is_waiting(self) -> bool:
         """For a message."""
+        if self._is_gone:
+            return False
         return bool(self._queue) or (self.connected_as is not None and not self._taken) or (self.given is not None and not self.has_told)
 
     # ---- for the backend ------------------------------------------------------------------------------------------------
@@ -135,6 +154,11 @@ class Peer:
     def submit(self, part: Part) -> None:
         """From any thread."""
         self._queue.append(part)
+
+    def meet(self, now_s: float) -> None:
+        """connect() or accept(): it is there, so no long pause before it is called again."""
+        self._pause_s = RECONNECT_MIN_S
+        self._reconnect_at_s = min(self._reconnect_at_s, now_s + RECONNECT_MIN_S)
 
     def part_with(self, now_s: float) -> None:
         """disconnect(): our tickets complete, the peer's grant is taken back."""
@@ -144,11 +168,12 @@ class Peer:
             if posted.ticket is not None:
                 self._part_done(posted.ticket, posted.error or error)
                 posted.ticket = None
-        if self.given is not None and self.has_told and not self.given.over:
+        if self.given is not None and not self.given.over:
             self._say(Message("REVOKE", self.given.number), now_s)
         self.connected_as = self.given = None
         self._revoked = max(self._revoked, self._taken)
-        self._shut_out = self._has_asked = False
+        self._shut_out, self._asked_s, self._queued_since_s, self._cause = False, None, None, ""
+        self._ended_s = now_s
         self._end(now_s)
         self.step(now_s)
 
@@ -169,10 +194,9 @@ class Peer:
 
     def abandon(self) -> None:
         """Nothing is awaited any more."""
-        for posted in self._in_flight:
-            if posted.request is not None:
-                self._agent.release(posted.request)
-        self._in_flight.clear()
+        for posted in list(self._in_flight):
+            posted.error = posted.error or TransferError(f"peer {self.connected_as}: a request did not end within {GIVE_UP_S:g} s")
+            self._finish(posted)
 
     # ---- messages -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +210,7 @@ class Peer:
                 self._take(message)
             case "REVOKE":
                 self._revoked = max(self._revoked, message.grant)
-                if self._taken == message.grant:
+                if 0 < self._taken <= message.grant:
                     self._shut_out = True
                     self._end(now_s)
                 elif self._clean:
@@ -200,10 +224,10 @@ class Peer:
                 self._agent.load(message.keys)
                 self._keys = message.keys
         except TransferError as error:
-            self._cause = error
+            self._cause = str(error)
         else:
-            self._taken, self._queued_since_s, self._shut_out, self._cause = message.grant, None, False, None
-            self._has_asked, self._pause_s = True, RECONNECT_MIN_S
+            self._taken, self._queued_since_s, self._shut_out, self._cause = message.grant, None, False, ""
+            self._pause_s = RECONNECT_MIN_S
 
     def _verified(self, raw: bytes) -> Message | None:
         mac, body = raw[:MAC_NBYTES], raw[MAC_NBYTES:]
@@ -223,7 +247,7 @@ class Peer:
             self._connect()
             self._agent.notify(self.description.agent, self._mac(self._agent.name, body) + body)
         except TransferError as error:
-            self._cause = error
+            self._cause = str(error)
             self._broke(now_s)
             return False
         return True
@@ -234,7 +258,11 @@ class Peer:
             self._loaded = True
 
     def _may_speak(self, now_s: float) -> bool:
-        return self._loaded or (now_s >= self._reconnect_at_s and not is_gone(self.description.process))
+        return self._loaded or (now_s >= self._reconnect_at_s and not self._has_gone())
+
+    def _has_gone(self) -> bool:
+        self._is_gone = self._is_gone or is_gone(self.description.process)
+        return self._is_gone
 
     def _mac(self, sender: str, body: bytes) -> bytes:
         return hmac.digest(self._key, sender.encode() + b"\0" + body, "sha256")
@@ -242,8 +270,10 @@ class Peer:
     # ---- what we do to the peer -----------------------------------------------------------------------------------------
 
     def _await_grant(self, now_s: float) -> None:
-        if not self._has_asked and self._may_speak(now_s):
-            self._has_asked = self._say(Message("ASK", self._revoked), now_s)
+        is_first = self._asked_s is None and not self._shut_out
+        is_due = is_first or (self._queue and (self._asked_s is None or now_s - self._asked_s >= ASK_AGAIN_S))
+        if is_due and self._may_speak(now_s) and self._say(Message("ASK", self._revoked), now_s):
+            self._asked_s = now_s
         if not self._queue:
             self._queued_since_s = None
             return
@@ -251,10 +281,10 @@ class Peer:
             self._queued_since_s = now_s
         if self._shut_out:
             self._fail_queue(TransferError(f"peer {self.connected_as} has disconnected this node"))
-        elif is_gone(self.description.process):
+        elif self._has_gone():
             self._fail_queue(TransferError(f"peer {self.connected_as}: its process has ended"))
         elif now_s - self._queued_since_s >= GRANT_TIMEOUT_S:
-            self._queued_since_s, self._has_asked = None, False
+            self._queued_since_s = None
             cause = f" ({self._cause})" if self._cause else ""
             self._fail_queue(TransferError(f"peer {self.connected_as} does not answer, or has not accepted this node{cause}"))
 
@@ -264,12 +294,12 @@ class Peer:
         while self._queue and len(self._in_flight) < MAX_PARTS_IN_FLIGHT and self._ending_since_s is None:
             part = self._queue.popleft()
             posted = Posted(part.ticket, None)
-            self._in_flight.append(posted)
             posted_one = True
             try:
                 posted.request = self._agent.post(part.op, theirs.agent, part.local_pages, part.remote_pages, theirs.base, theirs.device)
             except TransferError as error:
                 self._failed(posted, error, now_s)
+            self._in_flight.append(posted)
         return posted_one
 
     def _check(self, now_s: float) -> bool:
@@ -287,19 +317,25 @@ class Peer:
 
     def _finish(self, posted: Posted) -> None:
         self._in_flight.remove(posted)
-        if posted.request is not None:
-            self._agent.release(posted.request)
+        self._release(posted)
         if posted.ticket is not None:
             self._part_done(posted.ticket, posted.error)
 
     def _failed(self, posted: Posted, cause: TransferError, now_s: float) -> None:
-        if posted.request is not None:
-            self._agent.release(posted.request)
-        posted.request = None
+        self._release(posted)
         posted.error = TransferError(f"peer {self.connected_as}: {cause}")
         posted.due_s = now_s + ERROR_HOLD_S
-        self._clean = False
+        self._clean, self._ended_s = False, now_s
         self._broke(now_s)
+
+    def _release(self, posted: Posted) -> None:
+        request, posted.request = posted.request, None
+        if request is None:
+            return
+        try:
+            self._agent.release(request)
+        except TransferError as error:  # it stays with the library; its ticket and its peer go on
+            logger.warning("a request to agent %s cannot be released: %s", self.description.agent, error)
 
     def _fail_queue(self, error: TransferError) -> None:
         while self._queue:
@@ -318,12 +354,17 @@ class Peer:
     def _settle(self, now_s: float) -> None:
         """Nothing is outstanding under our grant, or nothing is awaited any more."""
         if self._in_flight:
-            self._clean = False
+            self._clean, self._ended_s = False, now_s
             self.abandon()
             self._is_broken = True
-        if self._taken and self._clean:
-            self._say(Message("OVER", self._taken), now_s)
-        self._taken, self._ending_since_s = 0, None
+        if self._taken:
+            self._revoked = max(self._revoked, self._taken)  # what was said to be over is not taken again
+            if self._clean:
+                self._say(Message("OVER", self._revoked), now_s)
+        self._taken, self._ending_since_s, self._asked_s = 0, None, None
         if self._loaded and (self._is_broken or not self.is_wanted):
-            self._agent.forget(self.description.agent)
-            self._loaded, self._is_broken, self._has_asked, self._keys = False, False, False, b""
+            self._loaded, self._is_broken, self._keys = False, False, b""
+            try:
+                self._agent.forget(self.description.agent)
+            except TransferError as error:
+                logger.warning("agent %s cannot be forgotten: %s", self.description.agent, error)

@@ -1,11 +1,13 @@
 """What is particular to the nixl backend; the contract itself is test_conformance.py's."""
 
+import gc
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -122,6 +124,22 @@ def test_a_gpus_memory_is_named_as_such_and_refused_where_there_is_none() -> Non
     agent.close()
 
 
+def test_a_library_of_another_version_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "nixl_c"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    there = load_library()
+    lines = [f"{name} = 0" for name in nixl_library.NEEDED[""] if name != "VRAM_SEG"]
+    lines += [f"class nixlAgentConfig: {' = '.join(nixl_library.NEEDED['nixlAgentConfig'])} = 0", "class nixlAgent: pass"]
+    (package / "_bindings.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(nixl_library, "VARIANTS", ("nixl_c",))
+    sentence = r"nixl_c is not of a version .* it lacks VRAM_SEG, nixlAgent\.createBackend, .*; pip install 'nixl-c>=1\.5'"
+    with pytest.raises(StartupError, match=sentence):
+        NixlBackend(TransferOptions())
+    assert nixl_library.missing_names(there) == []
+
+
 # ---- two nodes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +243,8 @@ class FakeAgent:
         self.outcomes: dict[int, bool | TransferError] = {}
         self.released: list[int] = []
         self.unreachable = False
+        self.refuses = False  # to release and to forget
+        self.inbox: list[tuple[str, bytes]] = []
         self._next_request = 0
 
     def load(self, blob: bytes) -> None:
@@ -232,6 +252,8 @@ class FakeAgent:
 
     def forget(self, agent: str) -> None:
         self.loaded.clear()
+        if self.refuses:
+            raise TransferError("NIXL: NIXL_ERR_NOT_FOUND")
 
     def notify(self, agent: str, message: bytes) -> None:
         if self.unreachable:
@@ -254,6 +276,21 @@ class FakeAgent:
 
     def release(self, request: int) -> None:
         self.released.append(request)
+        if self.refuses:
+            raise TransferError("NIXL: NIXL_ERR_REPOST_ACTIVE")
+
+    def register(self, region: Region) -> None:
+        pass
+
+    def contact(self) -> bytes:
+        return b"contact of " + self.name.encode()
+
+    def messages(self) -> list[tuple[str, bytes]]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def close(self) -> None:
+        pass
 
 
 class Side:
@@ -365,7 +402,7 @@ def test_a_revoked_grant_drains_then_says_over(writer: Side, receiver: Side) -> 
     for request in writer.agent.outcomes:
         writer.agent.outcomes[request] = True
     writer.peer.step(2.0)
-    assert receiver.hear_from(writer, 2.0) == [("OVER", 1)]
+    assert receiver.hear_from(writer, 2.0) == [("OVER", 1), ("ASK", 1)], "it asks, as pages were waiting"
     assert "has disconnected this node" in str(writer.ended[Ticket(MAX_PARTS_IN_FLIGHT)])
     assert [writer.ended[Ticket(ticket)] for ticket in range(MAX_PARTS_IN_FLIGHT)] == [None] * MAX_PARTS_IN_FLIGHT
 
@@ -415,10 +452,10 @@ def test_disconnect_completes_tickets_at_once_and_awaits_their_requests(writer: 
     writer.agent.sent.clear()
     writer.peer.part_with(0.0)
     assert "disconnected from r" in str(writer.ended[Ticket(1)])
-    assert (writer.agent.released, writer.peer.has_outstanding) == ([], True)
+    assert (writer.agent.released, len(writer.peer.outstanding)) == ([], 1)
     writer.agent.outcomes[1] = True
     writer.peer.step(0.0)
-    assert (writer.agent.released, writer.peer.has_outstanding) == ([1], False)
+    assert (writer.agent.released, len(writer.peer.outstanding)) == ([1], 0)
     assert receiver.hear_from(writer, 0.0) == [("OVER", 1)]
     assert writer.agent.loaded == [], "nobody wants the connection any more"
 
@@ -460,8 +497,8 @@ def test_a_failed_request_is_reported_late_and_makes_a_new_connection(writer: Si
     assert "peer r: NIXL: NIXL_ERR_REMOTE_DISCONNECT" in str(writer.ended[Ticket(1)])
     now_s += nixl_peer.RECONNECT_MIN_S
     writer.peer.step(now_s)
-    assert receiver.hear_from(writer, now_s) == [("ASK", 0)]
-    granted(writer, receiver, now_s=now_s)
+    assert receiver.hear_from(writer, now_s) == [("ASK", 1)]
+    granted(writer, receiver, number=2, now_s=now_s)
     writer.peer.step(now_s)
     assert sorted(writer.agent.outcomes) == [1, 2, 3], "what was not posted yet goes over the new connection"
     writer.agent.outcomes[3] = True
@@ -489,3 +526,315 @@ def test_an_unreachable_peer_is_called_less_and_less_often(writer: Side) -> None
 def test_messages_survive_their_encoding() -> None:
     message = Message("GRANT", 7, b"\0keys")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Message) == message
+
+
+def test_a_request_that_is_given_up_completes_its_ticket(writer: Side, receiver: Side) -> None:
+    """Also when nobody has disconnected: the grant was revoked, or another request has failed."""
+    granted(writer, receiver)
+    writer.submit(1)
+    writer.peer.step(0.0)
+    receiver.peer.part_with(0.0)
+    writer.hear_from(receiver, 0.0)
+    writer.peer.step(0.9 * GIVE_UP_S)
+    assert writer.ended == {}
+    writer.peer.step(GIVE_UP_S)
+    assert "did not end within 30 s" in str(writer.ended[Ticket(1)])
+
+
+def test_a_library_that_refuses_to_release_or_forget_holds_nothing_up(writer: Side, receiver: Side) -> None:
+    granted(writer, receiver)
+    writer.submit(1)
+    writer.submit(2)
+    writer.peer.step(0.0)
+    writer.agent.refuses = True
+    writer.agent.outcomes[1] = TransferError("NIXL: NIXL_ERR_BACKEND")
+    writer.peer.step(0.0)
+    writer.peer.step(GIVE_UP_S)
+    assert sorted(writer.ended) == [1, 2]
+    assert None not in writer.ended.values()
+    writer.peer.step(GIVE_UP_S)
+    granted(writer, receiver, number=2, now_s=GIVE_UP_S)
+    writer.submit(3)
+    writer.peer.step(GIVE_UP_S)
+    assert writer.agent.outcomes[3] is False
+
+
+def test_the_answer_to_a_lost_question_is_asked_for_again(writer: Side, receiver: Side) -> None:
+    writer.submit(1)
+    writer.peer.step(0.0)
+    writer.agent.sent.clear()  # lost
+    writer.peer.step(0.9 * nixl_peer.ASK_AGAIN_S)
+    assert writer.agent.sent == []
+    writer.peer.step(nixl_peer.ASK_AGAIN_S)
+    assert receiver.hear_from(writer, 0.0) == [("ASK", 0)]
+
+
+def test_a_peer_that_was_shut_out_asks_when_there_is_something_to_write(writer: Side, receiver: Side) -> None:
+    """Its new grant came while it was still ending the former one, and was dropped."""
+    granted(writer, receiver)
+    writer.submit(1)
+    writer.peer.step(0.0)
+    receiver.peer.part_with(0.0)
+    writer.hear_from(receiver, 0.0)
+    granted(writer, receiver, number=2)
+    writer.agent.outcomes[1] = True
+    writer.peer.step(0.1)
+    writer.agent.sent.clear()
+    writer.submit(2)
+    writer.peer.step(0.2)
+    assert "has disconnected this node" in str(writer.ended[Ticket(2)])
+    assert receiver.hear_from(writer, 0.2) == [("ASK", 1)]
+    granted(writer, receiver, number=2, now_s=0.2)
+    writer.submit(3)
+    writer.peer.step(0.2)
+    assert len(writer.agent.outcomes) == 2
+
+
+def test_over_is_said_of_nothing_while_an_earlier_grant_is_in_use(writer: Side, receiver: Side) -> None:
+    """The grant that is revoked never came; what is written under the former one would land after the fence."""
+    granted(writer, receiver)
+    writer.submit(1)
+    writer.peer.step(0.0)
+    writer.agent.sent.clear()
+    receiver.peer.given = Grant(2)
+    receiver.peer.part_with(0.0)
+    assert writer.hear_from(receiver, 0.0) == [("REVOKE", 2)]
+    assert writer.agent.sent == []
+    writer.agent.outcomes[1] = True
+    writer.peer.step(0.0)
+    assert receiver.hear_from(writer, 0.0) == [("OVER", 2)]
+
+
+def test_what_is_over_is_not_taken_again(writer: Side, receiver: Side) -> None:
+    """The connection broke, nothing had failed: OVER was said, and a second copy of the grant comes late."""
+    granted(writer, receiver)
+    writer.peer.given = Grant(7)
+    writer.agent.unreachable = True
+    writer.peer.step(0.0)
+    writer.agent.unreachable = False
+    writer.peer.step(0.0)
+    granted(writer, receiver)
+    writer.submit(1)
+    writer.peer.step(0.0)
+    assert writer.agent.outcomes == {}
+    granted(writer, receiver, number=2)
+    writer.peer.step(0.0)
+    assert len(writer.agent.outcomes) == 1
+
+
+def test_a_peer_that_has_failed_is_remembered_until_nothing_of_it_can_land(writer: Side, receiver: Side) -> None:
+    granted(writer, receiver)
+    writer.submit(1)
+    writer.peer.step(0.0)
+    writer.agent.outcomes[1] = TransferError("NIXL: NIXL_ERR_REMOTE_DISCONNECT")
+    writer.peer.step(0.0)
+    writer.peer.part_with(0.0)
+    writer.peer.step(1.0)
+    assert not writer.peer.is_moving
+    assert not writer.peer.may_be_forgotten(0.9 * nixl_peer.REMEMBER_S)
+    assert writer.peer.may_be_forgotten(nixl_peer.REMEMBER_S)
+    assert nixl_peer.REMEMBER_S >= nixl.FENCE_DELAY_S
+
+
+def test_a_new_meeting_has_the_whole_time_for_its_grant(writer: Side) -> None:
+    writer.submit(1)
+    writer.peer.step(0.0)
+    writer.peer.part_with(1.0)
+    writer.peer.connected_as = PeerId("r")
+    writer.submit(2)
+    writer.peer.step(GRANT_TIMEOUT_S)
+    assert sorted(writer.ended) == [1]
+
+
+def test_a_new_meeting_does_not_wait_out_the_pause_of_the_former_one(writer: Side) -> None:
+    writer.agent.unreachable = True
+    now_s = 0.0
+    while now_s < 60.0:
+        writer.peer.step(now_s)
+        now_s += 0.25
+    writer.agent.unreachable = False
+    writer.peer.part_with(now_s)
+    writer.peer.connected_as = PeerId("r")
+    writer.peer.meet(now_s)
+    writer.peer.step(now_s + nixl_peer.RECONNECT_MIN_S)
+    assert len(writer.agent.sent) == 1
+
+
+# ---- the backend's thread, turn by turn --------------------------------------------------------------------------------------
+
+
+class Turns:
+    """A backend over a FakeAgent; its thread is not started, its turns are taken here, on a clock of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.agent = FakeAgent("here")
+        monkeypatch.setattr(nixl, "NixlAgent", lambda options: self.agent)
+        monkeypatch.setattr(nixl, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=time.sleep))
+        self.now_s = 100.0
+        self.pause_s = nixl.IDLE_S
+        self.backend = NixlBackend(TransferOptions())
+        monkeypatch.setattr(self.backend, "_thread", NoThread())
+        memory = np.zeros((8, 64), np.uint8)
+        self.backend.register(Region(memory.ctypes.data, 8, 64, "cpu", memory))
+
+    def turn(self, *, woken: bool = False) -> float:
+        if not woken:
+            self.now_s += self.pause_s
+        self.pause_s = self.backend._turn(self.now_s, self.pause_s, woken)
+        return self.pause_s
+
+    def pauses(self, duration_s: float) -> list[float]:
+        until_s = self.now_s + duration_s
+        pauses = []
+        while self.now_s < until_s:
+            pauses.append(self.turn())
+        return pauses
+
+    def describe(self, name: str, **process: object) -> bytes:
+        described = msgspec.json.decode(self.backend.describe(), type=NixlDescription)
+        where = msgspec.structs.replace(described.process, **({"boot_id": "another host"} | process))
+        return msgspec.json.encode(msgspec.structs.replace(described, agent=name, contact=b"contact of " + name.encode(), process=where))
+
+
+class NoThread:
+    def start(self) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
+    monkeypatch.setattr(nixl, "CLOSE_TIMEOUT_S", -1.0)
+    made = Turns(monkeypatch)
+    yield made
+    made.backend.close()
+
+
+def test_waiting_for_a_peer_that_does_not_answer_costs_less_and_less(turns: Turns) -> None:
+    turns.backend.connect(PeerId("a"), turns.describe("a"))
+    assert turns.turn(woken=True) == nixl.GREET_S
+    pauses = turns.pauses(10.0)
+    assert (np.diff(pauses) >= 0).all()
+    assert (pauses[-1], len(pauses) < 250) == (nixl.IDLE_S, True)
+    turns.agent.inbox = [("a", b"anything")]
+    assert turns.turn() == nixl.GREET_S
+
+
+def test_a_fence_that_somebody_holds_for_long_costs_no_more_than_idling(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "is_here", lambda process: False)
+    turns.backend.accept(PeerId("a"), turns.describe("a"))
+    turns.turn(woken=True)
+    fence = turns.backend.disconnect(PeerId("a"))
+    assert turns.turn(woken=True) == nixl.GREET_S
+    assert turns.pauses(nixl.FENCE_DELAY_S)[-1] == nixl.IDLE_S
+    assert len(turns.backend._revocations) == 1
+    assert fence.passed()
+    turns.turn()
+    assert len(turns.backend._revocations) == 0, "a fence that has passed is let go, whoever still holds it"
+    assert fence.passed()
+
+
+def test_a_fence_that_nobody_holds_is_let_go_though_its_peer_could_not_be_told(turns: Turns) -> None:
+    """The error that the message ended in held the frames of its callers, and they the fence, until a garbage collection that a node puts off."""
+    gc.disable()
+    try:
+        turns.backend.accept(PeerId("a"), turns.describe("a"))
+        turns.turn(woken=True)
+        turns.agent.unreachable = True
+        fence = turns.backend.disconnect(PeerId("a"))
+        assert not fence.passed()
+        del fence
+        assert len(turns.backend._revocations) == 0
+    finally:
+        gc.enable()
+
+
+def test_a_process_that_has_ended_is_not_waited_for(turns: Turns) -> None:
+    here = this_process()
+    turns.backend.connect(PeerId("a"), turns.describe("a", boot_id=here.boot_id, start_ticks=here.start_ticks - 1))
+    turns.turn(woken=True)
+    assert turns.turn() == nixl.IDLE_S
+    ticket = turns.backend.post("WRITE", PeerId("a"), np.zeros(1, np.int32), np.zeros(1, np.int32))
+    turns.turn(woken=True)
+    (done,) = turns.backend.poll()
+    assert done.ticket == ticket
+    assert "its process has ended" in str(done.error)
+
+
+def test_one_peers_trouble_is_not_the_others_and_ends_no_thread(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        turns.backend.connect(PeerId(name), turns.describe(name))
+    with monkeypatch.context() as patch:
+        patch.setattr(turns.backend._peers["a"], "step", raise_runtime_error)
+        turns.turn(woken=True)
+    assert turns.agent.loaded == [b"contact of b"]
+    turns.pauses(nixl.FAILED_STEP_PAUSE_S + nixl.IDLE_S)
+    assert b"contact of a" in turns.agent.loaded
+
+
+def test_a_failed_turn_is_followed_by_another(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns.agent, "messages", raise_runtime_error)
+    assert turns.turn() == nixl.FAILED_STEP_PAUSE_S
+    monkeypatch.setattr(turns.agent, "messages", list)
+    assert turns.turn() == nixl.IDLE_S
+
+
+def raise_runtime_error(*arguments: object) -> None:
+    raise RuntimeError("a fault of ours")
+
+
+def test_a_peers_word_counts_for_its_own_grants_alone(turns: Turns) -> None:
+    for name in "ab":
+        turns.backend.accept(PeerId(name), turns.describe(name))
+    turns.turn(woken=True)
+    peer = turns.backend._peers["b"]
+    fences = [turns.backend.disconnect(PeerId(name)) for name in "ab"]
+    body = msgspec.msgpack.encode(Message("OVER", 2))
+    turns.agent.inbox = [("b", peer._mac("b", body) + body)]
+    turns.turn(woken=True)
+    assert [fence.passed() for fence in fences] == [False, True]
+
+
+def test_a_grant_of_the_former_meeting_is_known_as_such(turns: Turns) -> None:
+    """Its second copy comes late, and its revocation after that."""
+    turns.backend.connect(PeerId("a"), turns.describe("a"))
+    grant = msgspec.msgpack.encode(Message("GRANT", 3, b"keys"))
+    copy = ("a", turns.backend._peers["a"]._mac("a", grant) + grant)
+    turns.agent.inbox = [copy]
+    turns.turn(woken=True)
+    turns.backend.disconnect(PeerId("a"))
+    turns.pauses(1.0)
+    turns.backend.connect(PeerId("a"), turns.describe("a"))
+    turns.agent.inbox = [copy]
+    turns.turn(woken=True)
+    turns.backend.post("WRITE", PeerId("a"), np.zeros(1, np.int32), np.zeros(1, np.int32))
+    turns.turn(woken=True)
+    assert turns.agent.outcomes == {}
+    turns.backend.disconnect(PeerId("a"))
+    turns.pauses(nixl_peer.REMEMBER_S + nixl.IDLE_S)
+    assert turns.backend._peers == {}
+
+
+def test_every_accept_is_told_also_to_a_peer_that_is_remembered(turns: Turns) -> None:
+    turns.backend.accept(PeerId("a"), turns.describe("a"))
+    turns.turn(woken=True)
+    target = turns.backend._peers["a"]
+    turns.backend.disconnect(PeerId("a"))
+    turns.turn(woken=True)
+    assert turns.backend._peers["a"] is target
+    turns.agent.sent.clear()
+    turns.backend.accept(PeerId("a"), turns.describe("a"))
+    turns.turn(woken=True)
+    assert [msgspec.msgpack.decode(sent[nixl_peer.MAC_NBYTES :])[:2] for sent in turns.agent.sent] == [["GRANT", 2]]
+
+
+def test_an_error_of_the_binding_while_posting_is_the_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = NixlAgent(TransferOptions())
+    memory = np.zeros((4, 4096), np.uint8)
+    agent.register(Region(memory.ctypes.data, 4, 4096, "cpu", memory))
+    monkeypatch.setattr(agent, "_descriptors", raise_runtime_error)
+    with pytest.raises(TransferError, match="a fault of ours"):
+        agent.post("WRITE", "nobody", np.zeros(1, np.int32), np.zeros(1, np.int32), 0, "cpu")
+    agent.close()
