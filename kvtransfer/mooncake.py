@@ -38,7 +38,8 @@ from kvtransfer.tcp_sender import Message, Target
 from kvtransfer.tcp_wire import INCARNATION_NBYTES, MAX_PAGES_PER_MESSAGE, SECRET_NBYTES, Identity
 from kvtransfer.tickets import Tickets
 
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 3.0  # within endpoint.JOIN_TIMEOUT_S
+CLOSE_POLL_S = 0.005
 
 
 class MooncakeDescription(Description, frozen=True, kw_only=True, tag="mooncake"):
@@ -151,15 +152,16 @@ class MooncakeBackend:
         return Fence(0.0, lambda: all(passed() for passed in ended)) if ended else NO_FENCE
 
     def close(self) -> None:
-        """Returns when every engine has ended, or CLOSE_TIMEOUT_S later: the library may wait for an answer of a peer that is frozen."""
+        """Returns when every engine has ended, or CLOSE_TIMEOUT_S later: the library may wait for a peer that is gone without a word."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-        lanes = [peer.lane for peer in self._peers.values()]
-        for peer in {*self._peers, *self._accepted}:
-            self.disconnect(peer)
+        fences = [self.disconnect(peer) for peer in {*self._peers, *self._accepted}]
+        while time.monotonic() < deadline_s:
+            fences = [fence for fence in fences if not fence.passed()]
+            if not fences:
+                break
+            time.sleep(CLOSE_POLL_S)
         if self._door is not None:
             self._door.close()
-        for lane in lanes:
-            lane.join(deadline_s - time.monotonic())
         self._tickets.close()
 
     def _registered(self) -> tuple[Region, Door]:

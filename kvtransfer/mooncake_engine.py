@@ -11,11 +11,15 @@ What the library (0.3.13.post1, https://github.com/kvcache-ai/Mooncake) is like,
 - A TCP connection that was idle may fail its next transfer (issue 4209, from 5 s on). Not seen in gaps of 6 and 30 s here; the lane's
   second attempt, with new engines, is for this too.
 - Its waiting calls spin. transfer_check_status() does not wait; it looks at a batch's first descriptor only, which is all there is.
-- The destructor keeps the GIL, and waits for a thread that sits in accept() for up to a second: every thread of the process would
-  stand still so long. close() wakes that thread first; what is left is a few milliseconds (more with RDMA, where memory is unpinned).
+- The destructor keeps the GIL, and waits for a thread that sits in accept() for up to a second, or in recv() for 5 s after every byte of
+  whoever connected: every thread of the process would stand still so long. close() sees to it first that this thread waits for nobody;
+  what is left is a few milliseconds (more with RDMA, where memory is unpinned).
+- That thread serves one connection at a time, so the first call for a segment waits behind strangers who say nothing, up to a minute.
+  interrupt() ends that wait.
 - It logs to stderr, and calls "Local segment descriptor not found" an error, which each TCP engine says once while it starts.
 """
 
+import ctypes
 import importlib
 import ipaddress
 import logging
@@ -23,7 +27,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
@@ -35,7 +40,11 @@ from kvtransfer.settings import TransferOptions
 
 logger = logging.getLogger(__name__)
 
-WAKE_POLL_S = 0.001  # how soon the engine's listening thread sees that it shall end
+KNOWN_VERSION = "0.3.13.post1"
+POLL_S = 0.001  # how soon the engine's listening thread sees that it shall end, and we see that it waits for nobody
+WAKE_TIMEOUT_S = 0.1  # for a connection to ourselves; it takes longer only when the queue is full, and then nobody sleeps in accept()
+CLEAR_TIMEOUT_S = 2.0  # a hundred times what a full queue of strangers takes
+SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 WILDCARDS = ("0.0.0.0", "::")
 
 _starting = threading.Lock()  # one engine at a time, so that it is known whose sockets are new
@@ -72,9 +81,9 @@ class EngineOptions:
 
 
 def load() -> Library:
-    """mooncake.engine. Raises StartupError with the way out when it is not installed, or lacks a system library."""
+    """mooncake.engine. Raises StartupError with the way out when it is not installed, lacks a system library, or is too old or new."""
     try:
-        return cast(Library, importlib.import_module("mooncake.engine"))
+        library = importlib.import_module("mooncake.engine")
     except ModuleNotFoundError as error:
         raise StartupError(
             "transfer backend mooncake: the transfer engine is not installed: "
@@ -84,6 +93,14 @@ def load() -> Library:
         raise StartupError(
             f"transfer backend mooncake: {error}; its system libraries are, on Debian: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
         ) from error
+    engine = getattr(library, "TransferEngine", None)
+    lacking = [name for name in vars(RawEngine) if not name.startswith("_") and not hasattr(engine, name)]
+    if lacking or not hasattr(library, "SUPPORT_CUDA"):
+        raise StartupError(
+            f"transfer backend mooncake: the transfer engine installed here has no {', '.join(lacking) or 'SUPPORT_CUDA'}; "
+            f"pip install --force-reinstall the version that is known to work, {KNOWN_VERSION}"
+        )
+    return cast(Library, library)
 
 
 def prepare(options: TransferOptions) -> EngineOptions:
@@ -121,6 +138,7 @@ class Engine:
             if ipaddress.ip_address(host).is_loopback:
                 _keep_to_loopback(before)
         self._raw: RawEngine | None = raw
+        self._called: set[tuple[str, int]] = set()  # addresses of segments
         self._keepalive = region.keepalive
         self.segment = f"[{host}]:{raw.get_rpc_port()}" if ":" in host else f"{host}:{raw.get_rpc_port()}"
         if raw.batch_register_memory([region.base], [region.num_pages * region.page_nbytes]) != 0:
@@ -132,6 +150,8 @@ class Engine:
         """Start copying `nbytes` between the addresses; the number for landed(). The first call for a segment asks its engine where
         things are, which takes a round trip and may take a minute when nobody answers. Raises TransferError."""
         assert self._raw is not None
+        host, _, port = segment.rpartition(":")
+        self._called.add((host.strip("[]"), int(port)))
         start = self._raw.batch_transfer_async_write if op == "WRITE" else self._raw.batch_transfer_async_read
         batch = start(segment, [local], [remote], [nbytes])
         if batch == 0:
@@ -146,22 +166,31 @@ class Engine:
             raise TransferError("Mooncake's transfer timed out" if status == -2 else "Mooncake's transfer failed; its log on stderr says why")
         return status == 1
 
+    def interrupt(self) -> None:
+        """Let a submit() that waits for the segment's engine fail. For any thread; to be repeated until submit() has returned."""
+        called = self._called.copy()
+        _cut(lambda here, there: there in called)
+
     def close(self) -> None:
         if self._raw is not None:
-            _hurry_listener(self._raw.get_rpc_port())
+            _clear(self._raw.get_rpc_port())
             self._raw = None  # the destructor
 
 
-def _listeners() -> Iterator[tuple[str, socket.socket]]:
-    """Every socket of this process that listens to a network: what names it as long as it lives, and a duplicate, which is closed afterwards. The
-    library gives none of its sockets out."""
+def _sockets() -> Iterator[tuple[str, socket.socket]]:
+    """Every TCP socket of this process: what names it as long as it lives, and a duplicate, which is closed afterwards. The library
+    gives none of its sockets out."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, or no socket
             link = os.readlink(f"/proc/self/fd/{name}")
             if link.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as duplicate:
-                    if duplicate.family != socket.AF_UNIX and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
                         yield link, duplicate
+
+
+def _listeners() -> Iterator[tuple[str, socket.socket]]:
+    return ((link, tcp) for link, tcp in _sockets() if tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _keep_to_loopback(before: set[str]) -> None:
@@ -174,11 +203,58 @@ def _keep_to_loopback(before: set[str]) -> None:
                 logger.warning("Mooncake's port %d is open to other hosts: this kernel lets only root bind it to loopback", listener.getsockname()[1])
 
 
-def _hurry_listener(port: int) -> None:
-    """Let the thread that accepts on `port`, one of this process's, look around every WAKE_POLL_S instead of every second, and wake it
-    once so that it begins."""
+def _cut(which: Callable[[int, tuple[str, int]], bool]) -> bool:
+    """End this process's connections, chosen by their port here and address there; whether there was one."""
+    found = False
+    for _, connection in _sockets():
+        with suppress(OSError):  # it listens, or has ended
+            host, port = connection.getpeername()[:2]
+            if which(connection.getsockname()[1], (host.removeprefix("::ffff:"), port)):
+                found = True
+                connection.shutdown(socket.SHUT_RDWR)
+    return found
+
+
+def _clear(port: int) -> None:
+    """Let the thread that accepts on `port`, one of this process's, wait for nobody, neither now nor later: it polls every POLL_S instead
+    of every second, no stranger is left, and none can come. Takes some 30 ms (a kernel rounds POLL_S up), at most CLEAR_TIMEOUT_S."""
+    deadline_s = time.monotonic() + CLEAR_TIMEOUT_S
     for _, listener in _listeners():
         if listener.getsockname()[1] == port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(WAKE_POLL_S * 1e6)))
-            with suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(POLL_S * 1e6)))
+            _empty_queue(listener)
+            _wake(port, deadline_s)
+            _refuse_all(listener)
+            quiet = 0
+            while quiet < 2 and time.monotonic() < deadline_s:  # twice: one that has left the queue is not at once among the sockets
+                _empty_queue(listener)
+                quiet = 0 if _cut(lambda here, there: here == port) else quiet + 1
+
+
+def _wake(port: int, deadline_s: float) -> None:
+    """Return when the thread that accepts on `port` has come across a connection of ours; end all those before it."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=WAKE_TIMEOUT_S) as ours:
+        ours.shutdown(socket.SHUT_WR)
+        ours.settimeout(POLL_S)
+        while time.monotonic() < deadline_s:
+            _cut(lambda here, there: here == port)
+            with suppress(TimeoutError):
+                ours.recv(1)
+                return
+
+
+def _refuse_all(listener: socket.socket) -> None:
+    """Let nobody connect any more. Closing the socket, or shutting it down, would make the library log errors as fast as it can."""
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # one instruction of linux/filter.h: return 0 bytes of the packet
+    with suppress(OSError):  # a sandbox without filters: who connects within the next milliseconds delays us, nothing worse
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(nothing)))
+
+
+def _empty_queue(listener: socket.socket) -> None:
+    """Turn away who waits to be accepted. Takes POLL_S, the listener's timeout."""
+    for _ in range(socket.SOMAXCONN):
+        try:
+            stranger, _ = listener.accept()
+        except OSError:  # nobody waits, or no longer
+            return
+        stranger.close()

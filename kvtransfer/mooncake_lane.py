@@ -89,29 +89,33 @@ class MooncakeLane(Lane):
         super().__init__(target, 0, cast(PageMemory, region), part_done)  # of which the handshake needs the page size
         self._region = region
         self._options = options
+        self._engine: Engine | None = None
 
     def dismiss(self) -> Callable[[], bool]:
         """Fail all messages and end. Returns at once; the result tells whether the engine has ended: until then a READ may still land."""
         self.interrupt()
         self._fail_all(TransferError(f"disconnected from {self._target.peer}"))
-        thread = self._thread
-        return lambda: thread is None or not thread.is_alive()
+        return self._ended
 
-    def join(self, timeout_s: float) -> None:
-        """After dismiss()."""
-        if self._thread is not None:
-            self._thread.join(max(0.0, timeout_s))
+    def _ended(self) -> bool:
+        """After dismiss(). Asking hurries the thread on: its engine may be waiting for the peer's, which strangers keep busy."""
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        engine = self._engine
+        if engine is not None:
+            engine.interrupt()
+        return False
 
     # ---- lane thread ----------------------------------------------------------------------------------------------------
 
     def _carry(self, connection: GuardedSocket) -> None:
         self._error = None
         watch = threading.Thread(target=self._watch, args=(connection,), name=f"kv-door-{self._target.port}", daemon=True)
-        engine = None
+        engine = self._engine = None
         try:
             segment, remote_base = self._receive_segment(connection.raw)
             watch.start()
-            engine = Engine(self._options, own_host(connection.raw), self._region)
+            engine = self._engine = Engine(self._options, own_host(connection.raw), self._region)
             self._pump(engine, segment, self._descriptors(remote_base))
         except Exception as error:  # whatever it is, it becomes the tickets' error
             self._broke(connection, error)

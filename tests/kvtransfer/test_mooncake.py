@@ -5,8 +5,11 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -163,6 +166,15 @@ def test_an_engine_on_loopback_listens_to_this_host_alone(nodes: Callable[..., N
     assert devices == [b"lo\0"] * 4, "two of each engine"
 
 
+@pytest.mark.parametrize("lacking", ["batch_transfer_async_read", "SUPPORT_CUDA"])
+def test_a_library_of_another_version_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    library = SimpleNamespace(TransferEngine=type("TransferEngine", (), dict.fromkeys(vars(mooncake_engine.RawEngine))), SUPPORT_CUDA=False)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", library)
+    delattr(library if hasattr(library, lacking) else library.TransferEngine, lacking)
+    with pytest.raises(StartupError, match=f"has no {lacking}; pip install --force-reinstall .* 0\\.3\\.13"):
+        MooncakeBackend(TransferOptions())
+
+
 # ---- descriptors -------------------------------------------------------------------------------------------------------------
 
 
@@ -311,3 +323,107 @@ def test_a_node_on_all_addresses_names_its_engine_by_the_one_that_was_called(nod
     assert here.wait(here.post("WRITE", there.peer, range(8), range(8))) == [None]
     assert engines.segments[0].startswith("127.0.0.1:")
     assert digest(there.pool[:8]) == digest(here.pool[:8])
+
+
+# ---- strangers ---------------------------------------------------------------------------------------------------------------
+
+
+class Strangers:
+    """Connections of whoever can reach an engine's ports: they say nothing, or too little."""
+
+    def __init__(self) -> None:
+        self.held: list[socket.socket] = []
+
+    def call(self, port: int, count: int, word: bytes = b"") -> None:
+        for _ in range(count):
+            stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+            stranger.sendall(word)
+            self.held.append(stranger)
+
+
+@pytest.fixture
+def strangers() -> Iterator[Strangers]:
+    made = Strangers()
+    yield made
+    for each in made.held:
+        each.close()
+
+
+def engine_ports() -> list[int]:
+    return [tcp.getsockname()[1] for _, tcp in mooncake_engine._listeners() if tcp.getsockname()[0] in mooncake_engine.WILDCARDS]
+
+
+def longest_pause(action: Callable[[], object]) -> float:
+    """Seconds for which other threads stood still during `action`."""
+    pauses, done = [0.0], threading.Event()
+
+    def tick() -> None:
+        last_s = time.monotonic()
+        while not done.wait(0.001):
+            now_s = time.monotonic()
+            pauses.append(now_s - last_s)
+            last_s = now_s
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    try:
+        action()
+    finally:
+        done.set()
+        ticker.join()
+    return max(pauses)
+
+
+@pytest.mark.parametrize("word", [b"", b"\x10"], ids=["silent", "half a number"])
+def test_strangers_on_an_engines_ports_stop_nobody_when_it_ends(
+    nodes: Callable[..., Node], engines: EngineLog, strangers: Strangers, word: bytes
+) -> None:
+    """The library's destructor keeps the GIL, and waits 5 s for a stranger to speak."""
+    here, there = joined(nodes(), nodes())
+    assert here.wait(here.post("WRITE", there.peer, [0], [0])) == [None]
+    for port in engine_ports():
+        strangers.call(port, 8, word)
+    assert longest_pause(lambda: (there.part(here.peer), here.part(there.peer))) < 2.0
+    assert not engines.alive
+
+
+def test_strangers_that_keep_coming_stop_nobody(nodes: Callable[..., Node], engines: EngineLog, strangers: Strangers) -> None:
+    here, there = joined(nodes(), nodes())
+    assert here.wait(here.post("WRITE", there.peer, [0], [0])) == [None]
+    ports, done = engine_ports(), threading.Event()
+
+    def scan() -> None:
+        while not done.wait(0.0005):
+            for port in ports:
+                with suppress(OSError):
+                    strangers.held.append(socket.create_connection(("127.0.0.1", port), timeout=0.01))
+
+    scanner = threading.Thread(target=scan)
+    scanner.start()
+    try:
+        assert longest_pause(lambda: (there.part(here.peer), here.part(there.peer))) < 2.0
+    finally:
+        done.set()
+        scanner.join()
+    assert not engines.alive
+
+
+def test_a_lane_that_waits_behind_strangers_ends_when_told(
+    nodes: Callable[..., Node], engines: EngineLog, strangers: Strangers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = joined(nodes(), nodes())
+    submit, waits = Engine.submit, threading.Event()
+
+    def submit_behind_strangers(engine: Engine, op: Op, segment: str, *rest: int) -> int:
+        strangers.call(int(segment.rpartition(":")[2]), 8)
+        waits.set()
+        return submit(engine, op, segment, *rest)
+
+    monkeypatch.setattr(Engine, "submit", submit_behind_strangers)
+    here.post("WRITE", there.peer, [0], [0])
+    assert waits.wait(30)
+    began_s = time.monotonic()
+    here.part(there.peer)
+    assert time.monotonic() - began_s < 4.0, "a stranger holds up the engine for 5 s, eight for 40"
+    there.part(here.peer)
+    assert not engines.alive
