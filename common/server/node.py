@@ -89,13 +89,18 @@ class Node:
         serving = asyncio.ensure_future(server.serve(sockets=[self.listener]))
         children: list[Child] = []
         try:
-            return await self._live(model, manager, children)
+            code = await self._live(model, manager, children)
         finally:
             server.stop()
             await asyncio.gather(serving, *(child.stop(self._child_stop_s()) for child in children))
             manager.shut()
             context.destroy(linger=0)  # whoever would read what is left has ended
             log.info("stopped")
+        for child in children:
+            if (status := await child.wait_death()) > 0:  # below 0: a signal's; who was stuck is killed, and that ends well
+                log.error("the %s ended with status %d while it was told to stop", child.name, status)
+                code = 1
+        return code
 
     async def _live(self, model: ModelConfig, manager: TokenizerManager, children: list[Child]) -> int:
         """Load, be ready, wait for the end, and answer every open request."""

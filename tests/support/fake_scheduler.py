@@ -106,7 +106,7 @@ def words(generate: Generate) -> list[TextOut]:
 
 
 STEP_VARIABLE = "FAKE_SCHEDULER_STEP_S"
-START_VARIABLE = "FAKE_SCHEDULER_START"  # "refuse": StartupError; "crash": dies before it is ready; "hang": never ready
+START_VARIABLE = "FAKE_SCHEDULER_START"  # "refuse": StartupError; "crash": dies before it is ready; "hang": never ready; "leave badly": cannot stop
 
 
 class Trigger:
@@ -204,6 +204,8 @@ def main(payload: bytes, reporter: Reporter) -> None:
         for end in (receiver, detokenizer, tokenizer):
             end.close()
         context.term()
+        if start == "leave badly":
+            raise RuntimeError("the fake scheduler cannot stop")
 
 
 if __name__ == "__main__":

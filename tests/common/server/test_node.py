@@ -213,6 +213,12 @@ async def test_shutdown_does_not_wait_for_a_stuck_scheduler(model_dir: Path, tmp
         assert time.monotonic() - started_s < 5
 
 
+async def test_a_scheduler_that_fails_while_it_stops_is_not_status_0(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(model_dir, tmp_path, monkeypatch, start="leave badly") as node:
+        node.child.process.send_signal(signal.SIGTERM)
+        assert await node.child.wait_death() == 1
+
+
 async def test_a_second_signal_hurries(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(model_dir, tmp_path, monkeypatch, shutdown_timeout_s=60) as node:
         request = asyncio.ensure_future(node.client.post(COMPLETION, json={"prompt": [Trigger.NEVER]}))
