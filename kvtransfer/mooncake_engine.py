@@ -113,7 +113,8 @@ def prepare(options: TransferOptions) -> EngineOptions:
         raise StartupError(f"transfer backend mooncake: --transfer-ib-device {options.ib_device}, but {RDMA_DEVICES} has no device")
     protocol: Resolved = "tcp" if options.protocol == "tcp" or not has_rdma else "rdma"
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # at WARNING, the default, every engine says that there is no RDMA device
-    os.environ.setdefault("MC_TCP_LANES_PER_PEER", str(options.lanes))
+    if options.lanes > 1:
+        os.environ.setdefault("MC_TCP_LANES_PER_PEER", str(options.lanes))  # the library's own number is 4
     if protocol == "tcp":
         os.environ.setdefault("MC_FORCE_TCP", "1")
     if ":" in options.host:
