@@ -16,7 +16,8 @@ The price: every peer costs a registration of the pool on either side (with RDMA
 connection), two listening sockets and two or three threads. Over TCP the `tcp` backend does the same without it.
 
 Environment of the library that matters (https://kvcache-ai.github.io/Mooncake/): MC_MIN_PRC_PORT and MC_MAX_PRC_PORT (15000, 17000),
-MC_LOG_LEVEL (here ERROR), MC_TCP_LANES_PER_PEER (here --transfer-lanes, when that is above 1), MC_TCP_SLICE_SIZE, MC_GID_INDEX, MC_IB_TC, MC_MTU, MC_NUM_QP_PER_EP,
+MC_LOG_LEVEL (here ERROR), MC_TCP_LANES_PER_PEER (here --transfer-lanes, when that is above 1),
+MC_TCP_SLICE_SIZE, MC_GID_INDEX, MC_IB_TC, MC_MTU, MC_NUM_QP_PER_EP,
 MC_SLICE_SIZE, MC_RETRY_CNT, MC_HANDSHAKE_CONNECT_TIMEOUT. Set by this backend unless they are set: MC_FORCE_TCP (protocol tcp),
 MC_USE_IPV6 (--host is an IPv6 address). They are the process's: of two backends in one process the first decides.
 """
