@@ -17,7 +17,7 @@ PAGE_NBYTES = 192
 NUM_PAGES = 64
 OPS: tuple[Op, ...] = ("WRITE", "READ")
 IDLE_GAPS_S = (6.0, 30.0)  # Mooncake 0.3.13.post1 failed the first transfer after 5 s; middleboxes and keep-alives act within 30 s
-MAX_FDS_PER_PAIR = 24  # both ends; the leanest backend takes 2, Mooncake's engines 14
+MAX_FDS_PER_PAIR = 24  # both ends; the leanest backend takes 2, Mooncake's engines with 4 streams 20
 MAX_GROWTH_NBYTES = 8 << 20  # in 10,000 transfers: 800 bytes kept of each would show
 PROMPT_S = 5.0  # for calls that never block; on an idle machine they take microseconds
 
@@ -726,12 +726,16 @@ def test_meeting_and_parting_leaves_no_thread_and_no_descriptor(world: World) ->
 
 
 def test_descriptors_per_peer_are_bounded_whatever_is_in_flight(world: World) -> None:
+    """A backend may open its streams as they are needed; the number of transfers does not count beyond them."""
     here, there = world.pair()
     before = psutil.Process().num_fds()
-    assert here.wait(here.post("WRITE", there.peer, [0], [0])) == [None]
-    of_one_transfer = psutil.Process().num_fds() - before
-    assert of_one_transfer <= MAX_FDS_PER_PAIR
-    tickets = [here.post("WRITE", there.peer, [page % NUM_PAGES], [page % NUM_PAGES]) for page in range(500)]
-    in_flight = psutil.Process().num_fds() - before
-    assert here.wait(*tickets) == [None] * 500
-    assert max(in_flight, psutil.Process().num_fds() - before) <= of_one_transfer + 1
+
+    def most(num_tickets: int) -> int:
+        tickets = [here.post("WRITE", there.peer, [page % NUM_PAGES], [page % NUM_PAGES]) for page in range(num_tickets)]
+        in_flight = psutil.Process().num_fds() - before
+        assert here.wait(*tickets) == [None] * num_tickets
+        return max(in_flight, psutil.Process().num_fds() - before)
+
+    of_some = most(500)
+    assert of_some <= MAX_FDS_PER_PAIR
+    assert most(1000) <= of_some + 1
