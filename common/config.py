@@ -67,7 +67,7 @@ class NodeConfig(HttpConfig):
     swap_space: float = flag(1.0, "host memory for the KV of retracted requests; beyond it they are recomputed", unit="GiB", least=0, most=MAX_SWAP_GIB)
     threads: int = flag(1, "compute threads of the scheduler process; 1 fits a core a node, and only matrix products use more", unit="threads", least=1, most=1024)
     transfer_backend: Literal["auto", "nixl", "mooncake", "shm", "tcp"] = flag("auto", "how KV pages travel from prefill to decode node; auto: the best that both nodes have, shm on one host, nixl or mooncake where there is RDMA, else tcp, which needs nothing installed")
-    transfer_lanes: int = flag(1, "streams (tcp, mooncake), copying threads (shm) or worker threads (nixl) a peer; one fills 10 Gbit/s", least=1, most=8)
+    transfer_lanes: int = flag(1, "streams (tcp), copying threads (shm) or worker threads (nixl) a peer, one fills 10 Gbit/s; mooncake takes it for its streams when it is above 1", least=1, most=8)
     transfer_port: int = flag(0, "port that tcp, or mooncake's handshake, listens on for other nodes; under auto mooncake takes the next one. 0: any free one", least=0, most=MAX_PORT - 1)
     transfer_ib_device: str | None = flag(None, "RDMA devices for nixl and mooncake, such as mlx5_0,mlx5_1; default: the library's choice")
     mooncake_protocol: Literal["auto", "tcp", "rdma"] = flag("auto", "what mooncake moves pages over; auto: rdma where there is a device")

@@ -79,8 +79,8 @@ def make_backend(name: str, region: Region, options: TransferOptions) -> AutoBac
 
 
 def _all_that_suit(region: Region, options: TransferOptions) -> dict[str, TransferBackend]:
-    """What this machine has for such memory. RDMA libraries only where there is RDMA, or device memory: over plain sockets tcp is
-    faster than they are (bench/README.md)."""
+    """What this machine has for such memory. RDMA libraries only where there is RDMA, or device memory: over plain sockets they
+    bring nothing that tcp lacks (bench/README.md)."""
     backends: dict[str, TransferBackend] = {}
     for name in RANK:
         if name in BACKENDS and _suits(name, region):

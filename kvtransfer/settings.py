@@ -20,7 +20,7 @@ class TransferOptions:
     host: str = "127.0.0.1"  # address to listen at
     port: int = 0  # 0: any free one
     advertise_host: str | None = None  # where peers reach us, if not at `host`
-    lanes: int = 1  # streams (tcp), copying threads (shm), worker threads (nixl) a peer
+    lanes: int = 1  # streams (tcp, mooncake: 1 leaves it its own number), copying threads (shm), worker threads (nixl) a peer
     ib_device: str | None = None  # mlx5_0,mlx5_1: NICs to use; None: the library's choice
     protocol: Literal["auto", "tcp", "rdma"] = "auto"  # mooncake; auto: rdma where there is a device
 
