@@ -26,6 +26,7 @@ class AttentionSpec:
     window: int | None  # attend the last `window` tokens, the current one included; None: all
     q_norm: NormWeight | None  # RMSNorm over head_dim before the rotation
     k_norm: NormWeight | None
+    soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap), after the scale and before the mask; None: as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,28 @@ class HeadGeometry:
     @property
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """T new tokens of B rows, packed row by row. Tensors are on the pool's device; their values may change from step to step while
+    the tensors stay the same (a decode bucket's static buffers), which is what lets a CUDA graph be captured of forward()."""
+
+    page_table: torch.Tensor  # int32 [R, max_pages], pages of every row there is; entries beyond a row's context are stale
+    rows: torch.Tensor  # int32 [B] row of the page table of each request in the batch
+    context_lens: torch.Tensor  # int32 [B] tokens after this step, new ones included; at least 1
+    query_starts: torch.Tensor  # int32 [B + 1] first new token of each row in the batch, then T
+    positions: torch.Tensor  # int64 [T] of each new token in its request
+    slots: torch.Tensor  # int64 [T] page * page_size + offset in the pool, where its K and V go
+    is_decode: bool  # every row has one new token: T == B
+
+
+@dataclass(frozen=True, slots=True)
+class HostLens:
+    """What the host knows of the batch, without asking the device."""
+
+    extend_lens: NDArray[np.int32]  # [B] new tokens of each row
+    context_lens: NDArray[np.int32]  # [B]
 
 
 class AttentionBackend(Protocol):
