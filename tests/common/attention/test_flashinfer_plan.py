@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.attention.flashinfer_plan import PagedLens, indptr, page_indices
@@ -28,6 +28,7 @@ def paged_batches(draw: st.DrawFn) -> tuple[int, np.ndarray, np.ndarray, np.ndar
     return page_size, table, batch_rows, np.concatenate((lens[rows], np.ones(num_padding, np.int32)))
 
 
+@settings(deadline=None)
 @given(paged_batches())
 def test_lists_equal_those_of_a_loop(batch: tuple[int, np.ndarray, np.ndarray, np.ndarray]) -> None:
     page_size, table, rows, context_lens = batch
