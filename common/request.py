@@ -19,10 +19,24 @@ class SamplingParams(msgspec.Struct, frozen=True):
     seed: int = 0  # always set: intake draws one when the client sent none; token i is drawn from (seed, i)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0  # what these do to a logit: common/sampling/penalties.py
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit); no id twice
+    min_tokens: int = 0  # outputs before a token that ends the request may come
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def needs_history(self) -> bool:
+        """The token drawn last must be known before the next can be drawn."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.needs_history or bool(self.logit_bias) or self.min_tokens > 0
 
 
 class TextSpec(msgspec.Struct, frozen=True):
