@@ -122,13 +122,15 @@ def _draw(row: Any, block_keys: Any, largest: Any, temperature: Any, top_p: Any,
     else:
         for i in range(vocab):
             weights[i] = exp2((widen(row[i]) - largest) * scale)
-        if limited or top_p < np.float32(1.0):
-            n = _likely(row, block_keys, top_p, limited, weights, keys, ids, sums, bins)
     if limited:
+        if n == vocab:
+            _all_keys(row, keys)
         border, num_equal = _reach(keys, weights, n, top_k, True, bins)
         _keep(keys, weights, n, border, num_equal)
     if top_p < np.float32(1.0):
         target = max(1, np.int64(np.ceil(np.float64(top_p) * np.float64(_sum(weights, n, sums)))))
+        if not limited:
+            n = _likely(row, block_keys, target, weights, keys, ids, bins)
         border, num_equal = _reach(keys, weights, n, target, False, bins)
         _keep(keys, weights, n, border, num_equal)
     if min_p > np.float32(0.0):
@@ -139,23 +141,27 @@ def _draw(row: Any, block_keys: Any, largest: Any, temperature: Any, top_p: Any,
 
 
 @inner
-def _likely(row: Any, block_keys: Any, top_p: Any, limited: bool, weights: Any, keys: Any, ids: Any, sums: Any, bins: Any) -> Any:
-    """Candidates of top_p, with their weights moved to the front; all tokens where a few do not do."""
-    vocab, num_wanted = len(row), len(block_keys) // CANDIDATES
-    if not limited and num_wanted > 0:
-        total = _sum(weights, vocab, sums)
+def _likely(row: Any, block_keys: Any, target: Any, weights: Any, keys: Any, ids: Any, bins: Any) -> Any:
+    """Candidates that reach `target` units of weight, their weights moved to the front; all tokens where a few do not do."""
+    num_wanted = len(block_keys) // CANDIDATES
+    if num_wanted > 0:
         border, _ = _reach(block_keys, weights, len(block_keys), num_wanted, True, bins)
         n = _collect(row, block_keys, border, keys, ids)
-        likely = 0
+        reached = 0
         for j in range(n):
-            likely += _units(weights[ids[j]])
-        if likely >= np.float64(top_p) * np.float64(total):
+            reached += _units(weights[ids[j]])
+        if reached >= target:
             for j in range(n):
                 weights[j] = weights[ids[j]]  # j <= ids[j]
             return n
-    for i in range(vocab):
+    _all_keys(row, keys)
+    return len(row)
+
+
+@inner
+def _all_keys(row: Any, keys: Any) -> None:
+    for i in range(len(row)):
         keys[i] = _key(row[i])
-    return vocab
 
 
 @inner
