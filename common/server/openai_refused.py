@@ -42,11 +42,10 @@ NEUTRAL_VALUES: Mapping[str, Neutral] = {
     "guided_grammar": NOTHING, "structured_outputs": NOTHING, "regex": NOTHING, "ebnf": NOTHING, "grammar": NOTHING, "json_schema": NOTHING,
     "structural_tag": NOTHING,
     # the distribution
-    "presence_penalty": _is_number(0), "frequency_penalty": _is_number(0), "repetition_penalty": _is_number(1), "logit_bias": _is_empty,
     "no_repeat_ngram_size": _is_number(0), "bad_words": _is_empty, "allowed_token_ids": NOTHING, "logits_processors": _is_empty,
     "custom_logit_processor": NOTHING, "custom_params": NOTHING, "top_a": _is_number(0), "typical_p": _is_number(1),
     # length and ends
-    "min_tokens": _is_number(0), "min_new_tokens": _is_number(0), "stop_regex": _is_empty, "truncate_prompt_tokens": NOTHING,
+    "min_new_tokens": _is_number(0), "stop_regex": _is_empty, "truncate_prompt_tokens": NOTHING,
     # the prompt
     "echo": OFF, "suffix": _is_one_of(""), "chat_template": NOTHING, "continue_final_message": OFF, "documents": _is_empty,
     "add_generation_prompt": _is_one_of(True), "add_special_tokens": NOTHING, "prompt_embeds": NOTHING, "input_ids": NOTHING, "input_embeds": NOTHING,

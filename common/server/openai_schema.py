@@ -27,6 +27,10 @@ DEFAULT_COMPLETION_TOKENS = 16  # the OpenAI API's default for /v1/completions
 SEED_BITS = 63  # a seed stays a non-negative int64 on its way to the sampler
 TEMPLATE_CHARACTERS = 28  # ChatML's around a user's message; 100,000 empty messages are 2.8 MB of text
 MAX_TOP_K = 1 << 30  # more than any vocabulary, and an int32
+MAX_TEMPERATURE = 1e30  # all tokens are as likely long before, and a float32
+MAX_TOKENS = 1 << 30  # more than any context
+MAX_LOGIT_BIASES = 1024  # as of stop tokens; the OpenAI API takes 300
+MAX_ID_DIGITS = 10  # of a token id written as a key
 
 Prompt = str | list[int]
 B = TypeVar("B", bound="CommonFields")
@@ -99,7 +103,7 @@ class RequestParser:
             kind=kind,
             conversation=conversation,
             prompts=prompts,
-            sampling=_sampling(fields),
+            sampling=_sampling(fields, max_new_tokens),
             max_new_tokens=max_new_tokens,
             text=_text_spec(fields),
             bootstraps=parse_bootstraps(raw, max(1, len(prompts)), self.bootstrap_port),
@@ -125,6 +129,11 @@ class CommonFields(msgspec.Struct):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -174,8 +183,13 @@ def _type_error(sentence: str) -> RequestError:
     return invalid(f"`{place[1]}`: {sentence[:place.start()].replace(' | null', '')}", param=place[1])
 
 
-def _sampling(fields: CommonFields) -> SamplingParams:
+def _sampling(fields: CommonFields, max_tokens: int | None) -> SamplingParams:
     temperature = _in_range(fields, "temperature", 1.0, lambda t: t >= 0, "a number of at least 0")
+    presence_penalty, frequency_penalty = (
+        _in_range(fields, f"{name}_penalty", 0.0, lambda p: -2 <= p <= 2, "from -2 to 2") for name in ("presence", "frequency")
+    )
+    # The OpenAI API has no such field; beyond these bounds a logit might overflow, and nothing is gained
+    repetition_penalty = _in_range(fields, "repetition_penalty", 1.0, lambda p: 0.01 <= p <= 100, "from 0.01 to 100; 1 changes nothing")
     top_p = _in_range(fields, "top_p", 1.0, lambda p: 0 < p <= 1, "above 0 and at most 1")
     min_p = _in_range(fields, "min_p", 0.0, lambda p: 0 <= p <= 1, "from 0 to 1")
     top_k = -1 if fields.top_k is None else fields.top_k
@@ -186,14 +200,42 @@ def _sampling(fields: CommonFields) -> SamplingParams:
         raise invalid(f"`stop_token_ids` has {len(stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed", param="stop_token_ids")
     return SamplingParams(
         max_new_tokens=0,
-        temperature=temperature,
+        temperature=min(temperature, MAX_TEMPERATURE),
         top_p=top_p,
         top_k=min(top_k, MAX_TOP_K),
         min_p=min_p,
         seed=secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed & ((1 << SEED_BITS) - 1),
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        min_tokens=_min_tokens(fields, max_tokens),
     )
+
+
+def _logit_bias(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """{"50256": -100} -> ((50256, -100.0),)"""
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise invalid(f"`logit_bias` has {len(biases)} tokens; at most {MAX_LOGIT_BIASES} are allowed", param="logit_bias")
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= MAX_ID_DIGITS and str(int(token)) == token):
+            raise invalid(f"`logit_bias` names {shown(token)}, which is no token id: write each as a decimal number in a string", param="logit_bias")
+        if not -100 <= bias <= 100:
+            raise invalid(f"`logit_bias` of token {token} is {bias}; it must be from -100 to 100", param="logit_bias")
+    return tuple((int(token), bias) for token, bias in biases.items())
+
+
+def _min_tokens(fields: CommonFields, max_tokens: int | None) -> int:
+    min_tokens = fields.min_tokens or 0
+    if min_tokens < 0:
+        raise invalid(f"`min_tokens` is {shown(min_tokens)}; it must be at least 0", param="min_tokens")
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise invalid(f"`min_tokens` {shown(min_tokens)} is more than `max_tokens` {shown(max_tokens)}", param="min_tokens")
+    if min_tokens > 0 and fields.stop:
+        raise invalid("`min_tokens` is served for stop tokens, not for strings: leave out `stop`, or use `stop_token_ids`", param="min_tokens")
+    return min(min_tokens, MAX_TOKENS)
 
 
 def _in_range(fields: CommonFields, name: str, default: float, allowed: Callable[[float], bool], range_text: str) -> float:

@@ -52,9 +52,25 @@ def test_every_sampling_field_arrives() -> None:
     assert request.include_usage
 
 
+def test_what_changes_logits_arrives() -> None:
+    bias = {"5": -100, "50256": 1.5}
+    sampling = chat(presence_penalty=-2, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias=bias, min_tokens=3, max_tokens=3).sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-2.0, 0.5, 1.2)
+    assert (sampling.logit_bias, sampling.min_tokens) == (((5, -100.0), (50256, 1.5)), 3)
+    assert chat(min_tokens=10**40).sampling.min_tokens == 1 << 30
+    assert not chat(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={}, min_tokens=0).sampling.changes_logits
+
+
+def test_min_tokens_must_fit_max_tokens_and_takes_no_stop_strings() -> None:
+    assert "more than `max_tokens` 4" in refusal(chat, min_tokens=5, max_tokens=4).message
+    assert "more than `max_tokens` 4" in refusal(chat, min_tokens=5, max_tokens=9, max_completion_tokens=4).message
+    assert refusal(chat, min_tokens=1, stop="x").param == "min_tokens"
+    assert chat(min_tokens=1, stop=[], stop_token_ids=[7]).sampling.min_tokens == 1
+
+
 def test_null_means_absent() -> None:
-    names = "temperature top_p top_k min_p max_tokens stop stream stream_options model seed logit_bias n"
-    nulls = dict.fromkeys(names.split())
+    names = "temperature top_p top_k min_p max_tokens stop stream stream_options model seed logit_bias n min_tokens"
+    nulls = dict.fromkeys([*names.split(), "presence_penalty", "frequency_penalty", "repetition_penalty"])
     request = completion(**nulls)
     assert request.sampling.temperature == 1.0
     assert request.max_new_tokens is None
@@ -141,6 +157,12 @@ def test_what_is_not_a_json_object_is_refused(parse: Any, body: bytes, says: str
         ("max_completion_tokens", "9"),
         ("stop", ""), ("stop", ["a", ""]), ("stop", 5), ("stop", ["x"] * 17), ("stop_token_ids", "1"), ("stop_token_ids", 1),
         ("stop_token_ids", [1] * 1025),
+        ("presence_penalty", 2.1), ("presence_penalty", "0"), ("frequency_penalty", -2.5), ("frequency_penalty", True),
+        ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 101), ("repetition_penalty", "1"),
+        ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"05": 1}), ("logit_bias", {"1.0": 1}),
+        ("logit_bias", {"9" * 5000: 1}), ("logit_bias", {"\u0663": 1}), ("logit_bias", {"5": 100.5}), ("logit_bias", {"5": -101}),
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("min_tokens", -1), ("min_tokens", 1.5), ("min_tokens", True), ("min_tokens", -(10**40)),
         ("ignore_eos", "yes"), ("ignore_eos", 1), ("stream", "true"), ("stream", 1), ("stream_options", True),
         ("stream_options", {"include_usage": True}),
         ("model", 5), ("skip_special_tokens", 0),
@@ -165,13 +187,13 @@ def test_a_wrong_element_is_refused_by_place() -> None:
         ("n", 2), ("n", 0), ("n", True), ("n", "1"), ("best_of", 3), ("logprobs", True), ("logprobs", 0), ("logprobs", 5), ("top_logprobs", 2),
         ("prompt_logprobs", 1), ("tools", [{"type": "function"}]), ("functions", [{}]), ("tool_choice", "required"),
         ("tool_choice", {"type": "function"}),
-        ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema"}), ("presence_penalty", 0.1),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.2), ("logit_bias", {"5": 1}), ("echo", True), ("suffix", "x"), ("modalities", ["text", "audio"]),
+        ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema"}), ("echo", True), ("suffix", "x"),
+        ("modalities", ["text", "audio"]),
         ("audio", {"voice": "a"}),
         ("guided_json", {}), ("guided_regex", "a"), ("guided_choice", ["a"]), ("guided_grammar", "a"), ("regex", "a+"), ("grammar", "g"),
         ("ebnf", "g"),
-        ("json_schema", "{}"), ("structured_outputs", {"regex": "a"}), ("min_tokens", 3), ("use_beam_search", True), ("truncate_prompt_tokens", 5),
+        ("json_schema", "{}"), ("structured_outputs", {"regex": "a"}), ("min_new_tokens", 3), ("use_beam_search", True),
+        ("truncate_prompt_tokens", 5),
         ("continue_final_message", True), ("chat_template", "{{ x }}"), ("return_hidden_states", True), ("lora_path", "x"),
     ],
     ids=repr,
@@ -211,7 +233,7 @@ def test_a_missing_model_means_the_one_served() -> None:
 
 
 def test_huge_but_finite_numbers_are_numbers() -> None:
-    assert chat(temperature=1e308).sampling.temperature == 1e308
+    assert chat(temperature=1e308).sampling.temperature == 1e30
     assert chat(top_k=10**40).sampling.top_k == 1 << 30
     assert math.isfinite(chat(temperature=5e-324).sampling.temperature)
 
