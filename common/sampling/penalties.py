@@ -109,8 +109,11 @@ class LogitChanges:
         return cls(tensor[0].long(), tensor[1].long(), tensor[2].view(torch.float32), tensor[3].view(torch.float32))
 
 
-def change(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
-    """logits: float32 or bfloat16 [S, V] -> a copy with the changes made, in the same type. Does not wait for the device."""
+def change(logits: torch.Tensor, changes: LogitChanges | None) -> torch.Tensor:
+    """logits: float32 or bfloat16 [S, V] -> a copy with the changes made, in the same type; without changes, logits. Does not wait for the
+    device."""
+    if changes is None:
+        return logits
     old = logits[changes.rows, changes.token_ids].float()
     new = torch.where(old > 0, old / changes.scale, old * changes.scale) + changes.added
     return logits.index_put((changes.rows, changes.token_ids), new.to(logits.dtype))

@@ -40,8 +40,16 @@ def _draw(logits: torch.Tensor, largest: torch.Tensor, params: SamplingRows, pos
         weights = weights.masked_fill(weights < params.min_p.unsqueeze(1), 0)
     cumulative = (weights * UNITS).long().cumsum(dim=1)
     total = cumulative[:, -1:]
-    target = (uniform(params.seed, positions).unsqueeze(1) * total.double()).long()
+    target = (_uniform(params.seed, positions).unsqueeze(1) * total.double()).long()
     return torch.searchsorted(cumulative, torch.minimum(target, total - 1), right=True).squeeze(1)  # never an entry of weight 0
+
+
+def _uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    if not seed.is_cuda:
+        return uniform(seed, position)
+    from common.sampling.triton import uniform_by_triton  # CUDA builds of torch bring Triton along
+
+    return uniform_by_triton(seed, position)
 
 
 def _num_kept(ranked_weights: torch.Tensor, params: SamplingRows, vocab: int) -> torch.Tensor:

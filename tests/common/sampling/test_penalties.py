@@ -24,8 +24,7 @@ def params_of(**fields: Any) -> SamplingParams:
 
 
 def changed(logits: torch.Tensor, *rows: tuple[int, LogitHistory, list[int], int]) -> torch.Tensor:
-    changes = LogitChanges.build(rows, CPU)
-    return logits if changes is None else change(logits, changes)
+    return change(logits, LogitChanges.build(rows, CPU))
 
 
 def oracle(logits: NDArray[np.float32], params: SamplingParams, prompt_ids: list[int], output_ids: list[int]) -> NDArray[np.float32]:

@@ -4,9 +4,11 @@ import numba
 import numpy as np
 import pytest
 import torch
+from triton_interpreter import DEVICE
 
 from common.sampling.numba import _uniform
 from common.sampling.philox import philox, uniform
+from common.sampling.triton import uniform_by_triton
 
 ONES = 0xFFFFFFFF
 
@@ -29,19 +31,31 @@ def test_the_published_answers(counter: tuple[int, ...], key: tuple[int, ...], w
     assert tuple(int(word) for word in philox((c0, c1, c2, c3), (k0, k1))) == words
 
 
-def test_the_kernel_computes_the_same_numbers() -> None:
+def numbers_of(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeds and positions: any int64, half of the positions as they are."""
     rng = np.random.default_rng(0)
-    seeds, positions = (rng.integers(-(2**63), 2**63 - 1, 200) for _ in range(2))
-    positions[:100] %= 1 << 20
+    seeds, positions = (torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, num_rows)) for _ in range(2))
+    positions[: num_rows // 2] %= 1 << 20
+    return seeds, positions
+
+
+def test_the_cpu_kernel_computes_the_same_numbers() -> None:
+    seeds, positions = numbers_of(200)
 
     @numba.njit
     def kernel(seeds: np.ndarray, positions: np.ndarray) -> list[float]:
         return [_uniform(np.uint64(seeds[i]), np.uint64(positions[i])) for i in range(len(seeds))]
 
-    numbers = uniform(torch.from_numpy(seeds), torch.from_numpy(positions))
-    assert kernel(seeds, positions) == numbers.tolist()
+    numbers = uniform(seeds, positions)
+    assert kernel(seeds.numpy(), positions.numpy()) == numbers.tolist()
     assert numbers.min() >= 0
     assert numbers.max() < 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 200])
+def test_the_gpu_kernel_computes_the_same_numbers(num_rows: int) -> None:
+    seeds, positions = (tensor.to(DEVICE) for tensor in numbers_of(num_rows))
+    assert uniform_by_triton(seeds, positions).tolist() == uniform(seeds, positions).tolist()
 
 
 def test_numbers_are_spread_evenly_along_positions_and_along_seeds() -> None:
