@@ -16,6 +16,9 @@ T = TypeVar("T")
 Role = Literal["prefill", "decode"]
 Device = Literal["cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
+KVDType = Literal["auto", "float32", "bfloat16"]
+Quantization = Literal["int8", "int4", "fp8"]
+AttentionName = Literal["auto", "torch", "numba", "triton", "flashinfer"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MAX_PORT = 65535
@@ -52,16 +55,21 @@ class NodeConfig(HttpConfig):
     model: str = flag("demo", "directory of safetensors, hub id, .gguf file, or `demo` (the embedded SmolLM2-135M-Instruct)")
     served_model_name: str | None = flag(None, "name clients use in `model`; default: the value of --model as given")
     device: Device = flag("cpu", "where the model runs; cpu works everywhere, cuda has never been run")
-    dtype: DType = flag("auto", "weights, activations and KV; auto: the checkpoint's, float16 becoming bfloat16")
-    attention_backend: Literal["auto", "torch", "numba"] = flag("auto", "auto: numba on CPU (reads KV pages in place), torch elsewhere")
+    dtype: DType = flag("auto", "weights and activations; auto: the checkpoint's, float16 becoming bfloat16")
+    kv_cache_dtype: KVDType = flag("auto", "KV pages; auto: as --dtype. Must be the same on both nodes of a pair")
+    quantization: Quantization | None = flag(None, "weights in fewer bits: int8, int4 on CPU, fp8 on CUDA; default: as the checkpoint has them")
+    attention_backend: AttentionName = flag("auto", "auto: numba on CPU (reads KV pages in place), triton on CUDA. torch is the plain form that the others are tested against")
     page_size: int = flag(16, "KV page; smaller shares more prefix, larger means fewer descriptors", unit="tokens", choices=PAGE_SIZES)
     context_length: int | None = flag(None, "longest prompt + output together; default: the model's own limit, smaller saves page-table memory", unit="tokens", least=2)
     max_running_requests: int = flag(64, "rows of the decode batch, requests that hold pages; more wait in the queue. Bounds how slow one decode step gets", least=1, most=65536)
     max_queued_requests: int = flag(1024, "requests waiting beyond the running ones; more are answered 503 with Retry-After, since they would only wait for their deadline", least=0)
     max_total_tokens: int | None = flag(None, "size of the KV pool; default: from --mem-fraction-static", unit="tokens", least=1, most=MAX_TOKENS)
     mem_fraction_static: float = flag(0.25, "share of free memory for weights and KV pool when --max-total-tokens is not given; low on CPU, where nodes share one memory", unit="fraction", least=0.01, most=0.99)
-    chunked_prefill_size: int = flag(512, "most prompt tokens in one extend batch; bounds how long decode steps wait behind it", unit="tokens", least=1)
+    chunked_prefill_size: int | None = flag(None, "most prompt tokens in one extend batch; bounds how long decode steps wait behind it. Default: 512 on CPU, 8192 on CUDA, enough to keep either busy", unit="tokens", least=1)
     max_decode_delay_steps: int = flag(4, "extend batches in a row before running requests get a decode step; prefill goes first, decode never starves", unit="batches", least=1)
+    disable_overlap_schedule: bool = flag(False, "plan a step only when the one before it was processed; default: plan it while the device works. The answers are the same")
+    disable_cuda_graph: bool = flag(False, "launch the kernels of each decode step one by one; default: capture a graph for each batch size at start")
+    cuda_graph_max_bs: int | None = flag(None, "largest decode batch that is captured as a CUDA graph; default: --max-running-requests", unit="rows", least=1)
     disable_radix_cache: bool = flag(False, "do not keep finished prompts and answers for reuse; default: keep them, it costs only pages nobody else wants")
     preemption_mode: Literal["auto", "recompute", "swap"] = flag("auto", "what becomes of the KV of a request that is retracted for want of pages: swap keeps a copy in host memory, recompute runs its tokens again; auto: what costs less")
     swap_space: float = flag(1.0, "host memory for the KV of retracted requests; beyond it they are recomputed", unit="GiB", least=0, most=MAX_SWAP_GIB)

@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from common.errors import Failure
 from common.messages import Abort, Drain, Generate
-from common.scheduling.extending import ExtendPlan
 from common.scheduling.finish import accept_token
 from common.scheduling.intake import Intake
 from common.scheduling.outbox import Outbox
 from common.scheduling.pages import page_array
 from common.scheduling.request import Place, Request, prompt_digest
 from common.scheduling.table import RequestTable
-from common.scheduling.work import DecodePlan, Limits, Work
+from common.scheduling.work import DecodePlan, Limits, Plan, Work
 from kvtransfer.endpoint import DecodeEndpoint, Delivered, Event, FirstToken, PagesReturned, RoomFailed
 
 logger = logging.getLogger(__name__)
@@ -50,17 +49,19 @@ class DecodeScheduler:
                 self._intake.wait(min(self._outbox.heartbeat_due_in_s(), self._table.next_timer_in_s()))
 
     def step(self) -> bool:
-        """Receive, plan, launch, retire, pump. False: there was nothing to compute."""
+        """Receive, plan, launch, retire, pump. False: there was nothing to do. With overlap, what is retired is the step launched before."""
         self._receive()
         self._offer_admitted()
         plan = self._work.plan(self._rooms.values())
-        if isinstance(plan, ExtendPlan):
-            self._retire_extend(plan, self._work.launch(plan).tolist())
-        elif isinstance(plan, DecodePlan):
-            self._work.retire_decode(plan, self._work.launch(plan))
+        if plan is not None:
+            self._work.launch(plan)
+        worked = plan is not None
+        for step in self._work.landed(wait=plan is None):
+            self._retire(step.plan, step.tokens)
+            worked = True
         self._table.forget(self._outbox.flush())
         self._outbox.heartbeat(self.stats, self._endpoint.peers)
-        return plan is not None
+        return worked
 
     # ---- receive ----------------------------------------------------------------------------------------------------
 
@@ -142,13 +143,16 @@ class DecodeScheduler:
         else:
             self._work.running.join(request)
 
-    # ---- local prompts ----------------------------------------------------------------------------------------------
+    # ---- retire -----------------------------------------------------------------------------------------------------
 
-    def _retire_extend(self, plan: ExtendPlan, tokens: list[int]) -> None:
-        sampled = iter(tokens)
+    def _retire(self, plan: Plan, tokens: NDArray[np.int64]) -> None:
+        if isinstance(plan, DecodePlan):
+            self._work.retire_decode(plan, tokens)
+            return
+        sampled = iter(tokens.tolist())
         for chunk in plan.chunks:
             if chunk.last:
-                self._work.retire_prompt(chunk.request, next(sampled))
+                self._work.retire(chunk.request, next(sampled), share=True)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 

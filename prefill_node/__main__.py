@@ -9,7 +9,7 @@ from kvtransfer.backend import Region
 from kvtransfer.endpoint import PrefillEndpoint
 from kvtransfer.protocol import VERSION
 from kvtransfer.start import check_transfer, control_key, start_transfer
-from prefill_node.scheduler import PrefillScheduler, no_event
+from prefill_node.scheduler import PrefillScheduler
 
 
 def main(payload: bytes, reporter: Reporter) -> None:
@@ -27,8 +27,7 @@ def main(payload: bytes, reporter: Reporter) -> None:
     endpoint = PrefillEndpoint(settings, backend, config.host, config.bootstrap_port, key)
     try:
         intake = Intake(engine.inbox, endpoint.wake_fd)
-        ready_event = getattr(engine.runner, "ready_event", no_event)
-        scheduler = PrefillScheduler(engine.work, intake, engine.outbox, endpoint, engine.limits, ready_event)
+        scheduler = PrefillScheduler(engine.work, intake, engine.outbox, endpoint, engine.limits)
         reporter.ready(
             incarnation=endpoint.incarnation,
             max_total_tokens=engine.max_total_tokens,

@@ -8,8 +8,12 @@ A request without a room is served here from prompt to end, as on a decode node.
 """
 
 import logging
-from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
+from common.engine.batch import NON_FINITE
+from common.engine.launched import Ready
 from common.errors import Failure
 from common.messages import Abort, Drain, Generate
 from common.scheduling.extending import Chunk, ExtendPlan
@@ -19,31 +23,22 @@ from common.scheduling.outbox import Outbox
 from common.scheduling.pages import page_array
 from common.scheduling.request import Place, Request, non_finite_logits, prompt_digest
 from common.scheduling.table import RequestTable
-from common.scheduling.work import NON_FINITE, DecodePlan, Limits, Work
-from kvtransfer.endpoint import Delivered, Event, OfferJoined, PagesReturned, PrefillEndpoint, Ready, RoomFailed
+from common.scheduling.work import DecodePlan, Limits, Plan, Work
+from kvtransfer.endpoint import Delivered, Event, OfferJoined, PagesReturned, PrefillEndpoint, RoomFailed
 
 logger = logging.getLogger(__name__)
 
 CANCELLED = Failure(499, "the prefill request was cancelled", code="cancelled", stage="prefill")
 
-ReadyEvent = Callable[[], Ready | None]  # an event behind everything launched so far; None: it has run, as on CPU it always has
-
-
-def no_event() -> None:
-    """For a runner whose launches have run when they return."""
-
 
 class PrefillScheduler:
-    def __init__(
-        self, work: Work, intake: Intake, outbox: Outbox, endpoint: PrefillEndpoint, limits: Limits, ready_event: ReadyEvent = no_event
-    ) -> None:
+    def __init__(self, work: Work, intake: Intake, outbox: Outbox, endpoint: PrefillEndpoint, limits: Limits) -> None:
         self._work = work
         self._pages = work.pages
         self._intake = intake
         self._outbox = outbox
         self._endpoint = endpoint
         self._limits = limits
-        self._ready_event = ready_event
         self._table = RequestTable()
         self._rooms: dict[int, Request] = {}  # until the endpoint is done with the room, answered or not
 
@@ -54,17 +49,21 @@ class PrefillScheduler:
                 self._intake.wait(min(self._outbox.heartbeat_due_in_s(), self._table.next_timer_in_s()))
 
     def step(self) -> bool:
-        """Receive, plan, launch, retire, pump. False: there was nothing to compute."""
+        """Receive, plan, launch, retire, pump. False: there was nothing to do. With overlap, what is retired is the step launched before."""
         self._receive()
         plan = self._work.plan()
         if isinstance(plan, ExtendPlan):
             self._ship_cached(plan.admitted)
-            self._retire_extend(plan, self._work.launch(plan).tolist())
+            self._ship_full_pages(plan, self._work.launch(plan).ready)
         elif isinstance(plan, DecodePlan):
-            self._work.retire_decode(plan, self._work.launch(plan))
+            self._work.launch(plan)
+        worked = plan is not None
+        for step in self._work.landed(wait=plan is None):
+            self._retire(step.plan, step.tokens)
+            worked = True
         self._table.forget(self._outbox.flush())
         self._outbox.heartbeat(self.stats, self._endpoint.peers)
-        return plan is not None
+        return worked
 
     # ---- receive ----------------------------------------------------------------------------------------------------
 
@@ -122,34 +121,43 @@ class PrefillScheduler:
     # ---- ship -------------------------------------------------------------------------------------------------------
 
     def _ship_cached(self, admitted: list[Request]) -> None:
-        """Pages found in the radix tree leave before the first forward."""
+        """Pages found in the radix tree leave before the first forward; a step under way may be writing the last of them yet."""
         for request in admitted:
-            self._ship(request, 0, request.num_computed_tokens // self._pages.page_size)
+            self._ship(request, 0, request.num_computed_tokens // self._pages.page_size, self._work.pipeline.ready())
 
-    def _ship(self, request: Request, first_page: int, stop_page: int) -> None:
+    def _ship_full_pages(self, plan: ExtendPlan, ready: Ready | None) -> None:
+        """A page leaves when it is full, once the step that fills it has run; those of a last chunk go behind token 1, for which the
+        client waits."""
+        for chunk in plan.chunks:
+            if not chunk.last:
+                self._ship(chunk.request, chunk.start // self._pages.page_size, chunk.stop // self._pages.page_size, ready)
+
+    def _ship(self, request: Request, first_page: int, stop_page: int, ready: Ready | None = None) -> None:
         if request.bootstrap is not None and stop_page > first_page:
-            pages = page_array(request.pages[first_page:stop_page])
-            self._endpoint.send_pages(request.bootstrap.room, first_page, pages, self._ready_event())
+            self._endpoint.send_pages(request.bootstrap.room, first_page, page_array(request.pages[first_page:stop_page]), ready)
 
-    def _retire_extend(self, plan: ExtendPlan, tokens: list[int]) -> None:
-        sampled = iter(tokens)
+    # ---- retire -----------------------------------------------------------------------------------------------------
+
+    def _retire(self, plan: Plan, tokens: NDArray[np.int64]) -> None:
+        if isinstance(plan, DecodePlan):
+            self._work.retire_decode(plan, tokens)
+            return
+        sampled = iter(tokens.tolist())
         for chunk in plan.chunks:
             if chunk.last:
                 self._retire_prompt(chunk, next(sampled))
-            else:  # a page leaves when it is full
-                self._ship(chunk.request, chunk.start // self._pages.page_size, chunk.stop // self._pages.page_size)
 
     def _retire_prompt(self, chunk: Chunk, token_id: int) -> None:
         request = chunk.request
-        if request.bootstrap is None:
-            self._work.retire_prompt(request, token_id)
+        if request.bootstrap is None or request.over:
+            self._work.retire(request, token_id, share=True)
         elif token_id == NON_FINITE:
             self._fail(request, non_finite_logits(request.rid))
         else:
             room = request.bootstrap.room
             self._pages.share(request)
             accept_token(request, token_id, self._limits.eos_token_ids, self._limits.context_length)
-            self._endpoint.send_first_token(room, token_id, request.num_cached_tokens or 0)  # before the pages: the client waits for it
+            self._endpoint.send_first_token(room, token_id, request.num_cached_tokens or 0)
             self._ship(request, chunk.start // self._pages.page_size, self._pages.num_pages_for(chunk.stop))
             self._endpoint.finish(room)
 

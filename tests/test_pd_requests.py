@@ -45,7 +45,7 @@ def test_first_token_is_streamed_before_the_transfer_ends() -> None:
 def test_pages_leave_while_later_chunks_are_computed() -> None:
     fabric = MemoryFabric()
     with PdNodes() as nodes:
-        prefill, _ = pair(nodes, fabric, chunk=8)
+        prefill, _ = pair(nodes, fabric, chunk=8, late=None)
         rid = nodes.submit(PROMPT, 2)
         nodes.run(lambda: bool(prefill.runner.extend_sizes))
         nodes.wait(lambda: prefill.endpoint.stats()["transfer_bytes_written_total"] == 2 * 4 * 8)  # 2 pages of 4 int64
@@ -109,7 +109,7 @@ def test_pages_of_an_aborted_transfer_are_not_reused_before_it_is_closed() -> No
 def test_transfer_lost_before_token_1_fails_the_request_with_503() -> None:
     fabric = MemoryFabric()
     with PdNodes() as nodes:
-        prefill, decode = pair(nodes, fabric, chunk=8)
+        prefill, decode = pair(nodes, fabric, chunk=8, late=None)
         rid = nodes.submit(PROMPT, 5)
         fabric.fail_completions(1)
         nodes.run(lambda: bool(prefill.runner.extend_sizes))

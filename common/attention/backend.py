@@ -12,10 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.batch import DecodeBatch, ExtendBatch
 from common.layers.ops import NormWeight
-
-Batch = ExtendBatch | DecodeBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,54 +60,13 @@ class HostLens:
 
 
 class AttentionBackend(Protocol):
-    def plan(self, batch: Batch) -> None:
-        """What the following forward() calls work on. The batch's arrays must not change until the step is over."""
+    def plan(self, batch: AttentionBatch, lens: HostLens) -> None:
+        """What the following forward() calls work on, once a step: the host's part, outside any graph. It does not wait for the device. The
+        tensors' values may still be changed by what is launched before forward()."""
 
     def forward(self, qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], unrotated, rows in the batch's order -> [T, num_heads * head_dim].
 
-        Writes K and V of the T tokens into their pages first, so a token attends itself and those before it.
+        Writes K and V of the T tokens into their pages first, so a token attends itself and those before it. Of a decode batch it may be
+        captured: on the device nothing in it depends on the host's lengths.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPlaces:
-    """Where each of a batch's T new tokens belongs."""
-
-    positions: NDArray[np.int64]  # [T] in its request
-    slots: NDArray[np.int64]  # [T] page * page_size + offset in the pool
-
-    @classmethod
-    def of(cls, batch: Batch, page_size: int) -> "TokenPlaces":
-        if isinstance(batch, DecodeBatch):
-            positions = batch.context_lens.astype(np.int64) - 1
-            rows = np.arange(len(positions))
-        else:
-            ends = np.cumsum(batch.extend_lens, dtype=np.int64)
-            rows = np.repeat(np.arange(len(ends)), batch.extend_lens)
-            positions = np.arange(len(rows)) + (batch.context_lens - ends)[rows]
-        slots = batch.page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
-        return cls(positions, slots)
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """One request's part of a batch: tokens [begin, end) of the batch, at positions [num_cached, context_len) of the request."""
-
-    row: int
-    begin: int
-    end: int
-    context_len: int
-
-    @property
-    def num_cached(self) -> int:
-        return self.context_len - (self.end - self.begin)
-
-
-def extents(batch: Batch) -> list[Extent]:
-    lens = [1] * len(batch.context_lens) if isinstance(batch, DecodeBatch) else batch.extend_lens.tolist()
-    result, begin = [], 0
-    for row, (num_new, context_len) in enumerate(zip(lens, batch.context_lens.tolist(), strict=True)):
-        result.append(Extent(row, begin, begin + num_new, context_len))
-        begin += num_new
-    return result

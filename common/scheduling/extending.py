@@ -5,15 +5,17 @@ extending  requests that hold pages and have tokens left to compute; they go on 
 A prompt longer than the budget is computed in chunks over several batches (Sarathi: Agrawal et al., OSDI'24).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from common.engine.batch import ExtendBatch
 from common.scheduling.line import Line
+from common.scheduling.logit_changes import LogitChangesOf
 from common.scheduling.pages import RequestPages
 from common.scheduling.request import Place, Request
-from common.scheduling.sampling_rows import sampling_batch
+from common.scheduling.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,11 @@ class ExtendPlan:
 
 
 class Extending:
-    def __init__(self, pages: RequestPages, line: Line, chunked_prefill_size: int) -> None:
+    def __init__(self, pages: RequestPages, line: Line, rows: Rows, changes: LogitChangesOf, chunked_prefill_size: int) -> None:
         self._pages = pages
         self._line = line
+        self._rows = rows
+        self._changes = changes
         self._budget_tokens = chunked_prefill_size
         self.requests: list[Request] = []
 
@@ -50,15 +54,17 @@ class Extending:
     def go_on(self, request: Request) -> None:
         """The request has its pages, and tokens left to compute."""
         request.place = Place.EXTENDING
+        self._rows.take(request)
         self.requests.append(request)
 
     def remove(self, request: Request) -> None:
         self.requests.remove(request)
+        self._rows.give_back(request)
 
-    def plan(self, num_free_rows: int, reserve_pages: int) -> ExtendPlan | None:
+    def plan(self, num_free_rows: int, reserve_pages: Callable[[], int]) -> ExtendPlan | None:
         """The next extend batch, or None when nothing can be computed now.
 
-        num_free_rows: how many more requests may hold pages. reserve_pages: left for others to grow."""
+        num_free_rows: how many more requests may hold pages. reserve_pages: to be left for others to grow."""
         chunks: list[Chunk] = []
         admitted: list[Request] = []
         budget = self._budget_tokens
@@ -68,24 +74,26 @@ class Extending:
             budget -= self._take(request, budget, chunks)
         while budget > 0 and num_free_rows > 0 and (head := self._next()):
             # one token at least must be computed: its logits give the next token
-            if not self._pages.admit(head, head.num_tokens - 1, reserve_pages):
+            if not self._pages.admit(head, head.num_tokens - 1, reserve_pages()):
                 break
             self._line.pop()
             self.go_on(head)
             admitted.append(head)
             num_free_rows -= 1
-            reserve_pages += self._pages.growth_pages(head)
             budget -= self._take(head, budget, chunks)
         return ExtendPlan(chunks, admitted, self._batch(chunks)) if chunks else None
 
-    def computed(self, plan: ExtendPlan) -> None:
-        """The plan's forward is done: its tokens' KV is in the pages. Finished prompts leave; where to, the caller
-        says."""
+    def launched(self, plan: ExtendPlan, step: int) -> list[Request]:
+        """The plan is under way as that step: its tokens' KV will be in the pages. Returns the requests whose prompt is done with it: they
+        leave, with their row; where to, the caller says."""
+        done: list[Request] = []
         for chunk in plan.chunks:
-            chunk.request.num_computed_tokens = chunk.stop
+            chunk.request.num_computed_tokens, chunk.request.last_step = chunk.stop, step
             if chunk.last:
                 self.requests.remove(chunk.request)
                 chunk.request.place = Place.NOWHERE
+                done.append(chunk.request)
+        return done
 
     def _next(self) -> Request | None:
         """The head of the line if it is for here: not one that is to be offered, nor one whose KV is in host memory."""
@@ -102,15 +110,19 @@ class Extending:
         token_ids: list[int] = []
         for chunk in chunks:
             token_ids += chunk.request.tokens_between(chunk.start, chunk.stop)
-        page_table = np.zeros((len(chunks), max(len(chunk.request.pages) for chunk in chunks)), dtype=np.int32)
-        for row, chunk in enumerate(chunks):
-            page_table[row, : len(chunk.request.pages)] = chunk.request.pages
-        last = [row for row, chunk in enumerate(chunks) if chunk.last]
+        rows = np.asarray([chunk.request.row for chunk in chunks], dtype=np.int32)
+        last = np.flatnonzero([chunk.last for chunk in chunks]).astype(np.int32)
         return ExtendBatch(
+            updates=self._rows.take_updates(),
+            rows=rows,
             token_ids=np.asarray(token_ids, dtype=np.int64),
             extend_lens=np.asarray([chunk.stop - chunk.start for chunk in chunks], dtype=np.int32),
             context_lens=np.asarray([chunk.stop for chunk in chunks], dtype=np.int32),
-            page_table=page_table,
-            sample_rows=np.asarray(last, dtype=np.int32),
-            sampling=sampling_batch([chunks[row].request for row in last]),
+            sample_rows=last,
+            sampling=self._rows.sampling(rows[last]),
+            changes=[
+                self._changes.of(request, index, len(request.output_ids))
+                for index, request in enumerate(chunks[chunk].request for chunk in last.tolist())
+                if request.sampling.changes_logits
+            ],
         )

@@ -1,7 +1,7 @@
 """The scheduler's record of one request: the documented mutable exception to frozen data.
 
 Owner: exactly one of the queues named by `place` holds it; only the scheduler thread touches it. Its pages are freed when it
-is over, no launched batch names it, and no transfer may still read or write them.
+is over, no step under way names it, and no transfer may still read or write them.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import numpy as np
 from common.errors import Failure
 from common.messages import FinishReason, Generate, PrefillSite
 from common.request import Bootstrap, SamplingParams, TextSpec
+from common.sampling.penalties import LogitHistory
 
 
 class Place(Enum):
@@ -24,8 +25,12 @@ class Place(Enum):
     WAITING = "waiting"  # waits in the line for pages to run here
     EXTENDING = "extending"  # holds pages; some prompt tokens are computed
     RUNNING = "running"  # a row of the decode batch
+    FINISHING = "finishing"  # its last token is being drawn; needs no row any more
     ROOM = "room"  # its pages or its next step belong to a transfer
     OVER = "over"  # the terminal output was sent
+
+
+NO_ROW = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,11 @@ class Request:
     place: Place = Place.NOWHERE
     output_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)  # pages of tokens [0, len(pages) * page_size), in order
-    num_computed_tokens: int = 0  # tokens whose KV is in `pages`
+    num_computed_tokens: int = 0  # tokens whose KV is in `pages`, or will be when what was launched has run; not kept while RUNNING
+    row: int = NO_ROW  # of the device's state, while it extends or runs
+    last_step: int = 0  # number of the last launched step that names it; not kept while RUNNING
     host_copy: HostCopy | None = None  # only of a request in the line
+    history: LogitHistory | None = None  # of a request whose logits are changed, once it samples
     num_cached_tokens: int | None = None  # prompt tokens found in a prefix cache where prefill ran; None: not admitted yet
     num_sent_tokens: int = 0  # outputs handed to the detokenizer
     prefill_site: PrefillSite = "local"

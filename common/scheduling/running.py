@@ -1,117 +1,129 @@
-"""The decode batch: one row a running request, kept from step to step.
+"""The decode batch: which rows take part in the next step, and in which order.
 
-Row state lives in arrays; joining and leaving touch only the rows concerned (the last row moves into a hole). A step writes
-the KV of each row's last token and draws its next one. A row that needs a page and gets none is made room for by retracting
-the newest request (by arrival, never mind when it began to run): line.py has why. Requests that extend or are in a room keep their
+Joining and leaving touch the rows concerned only (the last of the batch moves into a hole). A step writes the KV of each row's last
+token and draws its next one. What a step will do to lengths is known when it is launched, so it is written down then: a request whose
+last token is being drawn is not in the next batch. What it draws is known later: a request that ends by a stop token may have been
+launched once more by then, and that token is dropped.
+
+A row that needs a page and gets none is made room for by retracting the newest request (by arrival, never mind when it began to run):
+line.py has why. That needs to know what was drawn, so nothing may be in flight. Requests that extend or are in a room keep their
 pages: they are on their way here, and a prefill node may be writing them.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
-from common.engine.batch import DecodeBatch
+from common.engine.batch import KEEP, DecodeBatch, LogitChange
 from common.scheduling import pages as pages_module
+from common.scheduling.logit_changes import LogitChangesOf
 from common.scheduling.pages import RequestPages
-from common.scheduling.request import Place, Request
-from common.scheduling.sampling_rows import empty_sampling, first_rows, move_row, write_sampling
+from common.scheduling.request import NO_ROW, Place, Request
+from common.scheduling.rows import Rows
 
 
 class Running:
-    def __init__(self, pages: RequestPages, max_rows: int, context_length: int) -> None:
+    def __init__(self, pages: RequestPages, rows: Rows, changes: LogitChangesOf, context_length: int) -> None:
         self._pages = pages
         self._page_size = pages.page_size
-        self.max_rows = max_rows
-        self.requests: list[Request] = []  # index is the row
-        self._row_of: dict[str, int] = {}
-        self._token_ids = np.zeros(max_rows, np.int64)
-        self._context_lens = np.zeros(max_rows, np.int32)  # after the coming step
-        self._num_pages = np.zeros(max_rows, np.int32)
-        self._remaining = np.zeros(max_rows, np.int32)  # tokens until max_new_tokens
-        self._page_table = np.zeros((max_rows, pages.num_pages_for(context_length) + 1), np.int32)
-        self._sampling = empty_sampling(max_rows)
+        self._rows = rows
+        self._changes = changes
+        self._context_length = context_length
+        self.requests: list[Request] = []  # in the order of the batch
+        self._batch = np.zeros(len(rows.requests), np.int32)  # their rows
+        self._index_of = np.zeros(len(rows.requests), np.int32)  # row -> place in the batch
+        self._changing: dict[Request, None] = {}  # those whose logits are changed before they sample
         self.num_retracted_swap = 0
         self.num_retracted_recompute = 0
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def join(self, request: Request) -> None:
-        """The request's tokens but the last have their KV in its pages; the last one is written by its first step."""
-        assert request.num_computed_tokens == request.num_tokens - 1
-        assert len(self.requests) < self.max_rows
-        row = len(self.requests)
-        self.requests.append(request)
-        self._row_of[request.rid] = row
+    @property
+    def _active(self) -> NDArray[np.int32]:
+        """The rows of the batch, a view."""
+        return self._batch[: len(self.requests)]
+
+    @property
+    def need_history(self) -> bool:
+        """Does some row's next draw depend on the values of those before it?"""
+        return any(request.sampling.needs_history for request in self._changing)
+
+    def next_batch(self) -> DecodeBatch:
+        rows = self._active.copy()
+        context_lens = self._rows.context_lens[rows]
+        changes = [self._change(request) for request in self._changing]
+        return DecodeBatch(self._rows.take_updates(), rows, context_lens, self._rows.sampling(rows), changes)
+
+    def join(self, request: Request, *, being_drawn: int = 0) -> None:
+        """All tokens of the request but the last have their KV in its pages, or will have; the last one is written by its first step.
+        being_drawn: 1 when its newest token is still being drawn by a launched step."""
+        remaining = min(request.max_new_tokens - len(request.output_ids), self._context_length - request.num_tokens) - being_drawn
+        assert request.num_computed_tokens == request.num_tokens + being_drawn - 1
+        if remaining <= 0:
+            request.place = Place.FINISHING
+            if request.row != NO_ROW:
+                self._rows.give_back(request)
+            return
+        if request.row == NO_ROW:
+            self._rows.take(request)
+        index, row = len(self.requests), request.row
         request.place = Place.RUNNING
-        self._token_ids[row] = request.output_ids[-1]
-        self._context_lens[row] = request.num_tokens
-        self._num_pages[row] = len(request.pages)
-        self._remaining[row] = request.max_new_tokens - len(request.output_ids)
-        self._page_table[row, : len(request.pages)] = request.pages
-        write_sampling(self._sampling, row, request)
+        self.requests.append(request)
+        self._batch[index], self._index_of[row] = row, index
+        if request.sampling.changes_logits:
+            self._changing[request] = None
+        self._rows.join(row, KEEP if being_drawn else request.output_ids[-1], request.num_tokens + being_drawn, remaining)
 
     def remove(self, request: Request) -> None:
         """Take the request out; its pages stay with it."""
-        row, last = self._row_of.pop(request.rid), len(self.requests) - 1
-        if row != last:
-            mover = self.requests[last]
-            self.requests[row] = mover
-            self._row_of[mover.rid] = row
-            for array in (self._token_ids, self._context_lens, self._num_pages, self._remaining):
-                array[row] = array[last]
-            self._page_table[row, : len(mover.pages)] = mover.pages
-            move_row(self._sampling, last, row)
+        row, index, last = request.row, int(self._index_of[request.row]), len(self.requests) - 1
+        mover = self.requests[last]
+        self.requests[index], self._batch[index], self._index_of[mover.row] = mover, mover.row, index
         self.requests.pop()
+        self._changing.pop(request, None)
+        request.num_computed_tokens = int(self._rows.context_lens[row]) - 1
+        request.last_step = max(request.last_step, self._pages.num_launched)
+        request.place = Place.NOWHERE
+        self._rows.give_back(request)
 
     def growth_pages(self) -> int:
         """Pages the running requests may soon need (RequestPages.growth_pages for all rows)."""
-        n = len(self.requests)
-        ahead = np.maximum(0, np.minimum(self._remaining[:n], pages_module.GROWTH_HORIZON_TOKENS) - 1)
-        return int(np.maximum(0, -(-(self._context_lens[:n] + ahead) // self._page_size) - self._num_pages[:n]).sum())
+        rows, batch = self._rows, self._active
+        ahead = np.maximum(0, np.minimum(rows.remaining[batch], pages_module.GROWTH_HORIZON_TOKENS) - 1)
+        return int(np.maximum(0, -(-(rows.context_lens[batch] + ahead) // self._page_size) - rows.num_pages[batch]).sum())
 
-    def plan(self) -> tuple[DecodeBatch | None, list[Request]]:
-        """The next step's batch, and the requests that were retracted to make room for it (they hold no pages now)."""
-        retracted = self._grow_rows()
-        n = len(self.requests)
-        if n == 0:
-            return None, retracted
-        width = int(self._num_pages[:n].max())
-        return DecodeBatch(self._token_ids[:n], self._context_lens[:n], self._page_table[:n, :width], first_rows(self._sampling, n)), retracted
+    def grow(self) -> bool:
+        """Give every row the page that its next token needs. False: there are too few; some rows may have got theirs."""
+        rows, batch = self._rows, self._active
+        needy = batch[rows.context_lens[batch] > rows.num_pages[batch] * self._page_size]
+        for row in needy.tolist():
+            request = self.requests[self._index_of[row]]
+            if not self._pages.grow(request):
+                return False
+            rows.add_page(row, request.pages[-1])
+        return True
 
-    def computed(self) -> None:
-        """The step is done: every row's last token has its KV in the pages."""
-        for request in self.requests:
-            request.num_computed_tokens = request.num_tokens
-
-    def advance(self, request: Request) -> None:
-        """The request took its new token and goes on."""
-        row = self._row_of[request.rid]
-        self._token_ids[row] = request.output_ids[-1]
-        self._context_lens[row] += 1
-        self._remaining[row] -= 1
-        self._sampling.position[row] += 1
-
-    def _grow_rows(self) -> list[Request]:
-        retracted: list[Request] = []
-        while True:
-            n = len(self.requests)
-            needy = np.flatnonzero(self._context_lens[:n] > self._num_pages[:n] * self._page_size)
-            if len(needy) == 0:
-                return retracted
-            for row in needy.tolist():
-                request = self.requests[row]
-                if not self._pages.grow(request):
-                    retracted.append(self._retract_newest())
-                    break  # rows have moved
-                self._page_table[row, self._num_pages[row]] = request.pages[-1]
-                self._num_pages[row] += 1
-
-    def _retract_newest(self) -> Request:
+    def retract_newest(self) -> Request:
+        """Take the newest request's pages for the others; nothing is in flight."""
         newest = max(self.requests, key=lambda request: request.order)
         self.remove(newest)
         self._pages.retract(newest)
-        newest.place = Place.NOWHERE
         if newest.host_copy is None:
             self.num_retracted_recompute += 1
         else:
             self.num_retracted_swap += 1
         return newest
+
+    def launched(self) -> None:
+        """A step of the whole batch is under way: every row's last token is being written, its next one drawn."""
+        rows, batch = self._rows, self._active
+        rows.context_lens[batch] += 1
+        rows.remaining[batch] -= 1
+        for row in batch[rows.remaining[batch] == 0].tolist():
+            request = self.requests[self._index_of[row]]
+            self.remove(request)
+            request.place = Place.FINISHING
+
+    def _change(self, request: Request) -> LogitChange:
+        num_outputs = int(self._rows.context_lens[request.row]) - len(request.prompt_ids)
+        return self._changes.of(request, int(self._index_of[request.row]), num_outputs)

@@ -25,6 +25,7 @@ from common.sockets import Receiver, Sender
 GIB = 1 << 30
 PROGRESS_PAUSE_S = 1.0
 FLOPS = {"cpu": 4e11, "cuda": 4e14}  # bfloat16, of one core with AVX-512 and of one H100: until extend batches were measured
+CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}  # beyond these a longer extend batch is hardly faster a token, and decode waits longer
 SWITCH_INTERVAL_S = 0.0005  # the transfer thread waits this long for the GIL at most; Python's 5 ms made a 32-page write take 16 ms instead of 7
 
 
@@ -56,6 +57,8 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
         Path(config.model),
         device=config.device,
         dtype=config.dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         page_size=config.page_size,
         num_pages=None if config.max_total_tokens is None else -(-config.max_total_tokens // config.page_size) + 1,
         mem_fraction=config.mem_fraction_static,
@@ -63,6 +66,7 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
         context_length=config.context_length,
         threads=config.threads,
         attention_backend=config.attention_backend,
+        cuda_graph_max_bs=0 if config.disable_cuda_graph else config.cuda_graph_max_bs,
         shared_kv=config.transfer_backend in ("auto", "shm"),
         progress=_Throttled(reporter).progress,
     )
@@ -72,7 +76,9 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
         context_length=runner.context_length,
         max_running_requests=config.max_running_requests,
         max_decode_delay_steps=config.max_decode_delay_steps,
-        chunked_prefill_size=config.chunked_prefill_size,
+        chunked_prefill_size=config.chunked_prefill_size or CHUNK_TOKENS[config.device],
+        vocab_size=runner.model_config.vocab_size,
+        overlap=not config.disable_overlap_schedule,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Receiver[ToScheduler] = Receiver(context, addresses.scheduler, ToScheduler)

@@ -6,9 +6,13 @@ scheduling, paging and transfer without a model. A row that is not greedy adds i
 sampler that does not go on where it was changes the answer too.
 """
 
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
-from common.engine.batch import DecodeBatch, ExtendBatch, SamplingBatch
+from common.engine.batch import KEEP, DecodeBatch, ExtendBatch, RowUpdates
 
 VOCAB_SIZE = 997
 
@@ -31,43 +35,102 @@ def _salt(seed: int, position: int) -> int:
     return seed * 7919 + position * 104729
 
 
-def _salts(sampling: SamplingBatch) -> list[int]:
-    rows = zip(sampling.temperature.tolist(), sampling.seed.tolist(), sampling.position.tolist(), strict=True)
-    return [_salt(seed, position) if temperature else 0 for temperature, seed, position in rows]
+class FakeLaunched:
+    """Runs when somebody waits for it, or has asked `patience` times whether it has: behind what was launched before it."""
+
+    def __init__(self, runner: "FakeRunner", run: Callable[[], np.ndarray], patience: int) -> None:
+        self._runner, self._run, self._patience = runner, run, patience
+        self._tokens: np.ndarray | None = None
+
+    @property
+    def ready(self) -> "FakeLaunched | None":
+        return None if self._tokens is not None else self
+
+    def query(self) -> bool:
+        """As an event that is asked from another thread: says how it is and moves nothing on."""
+        return self._tokens is not None
+
+    def done(self) -> bool:
+        self._patience -= 1
+        if self._patience < 0:
+            self._runner.run_until(self)
+        return self._tokens is not None
+
+    def tokens(self) -> np.ndarray:
+        self._runner.run_until(self)
+        assert self._tokens is not None
+        return self._tokens
+
+    def run(self) -> None:
+        self._tokens = self._run()
 
 
 class FakeRunner:
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    """late: a launch has not run when it returns, so that the next step is planned without its tokens. None: it has run."""
+
+    def __init__(self, num_pages: int, page_size: int, *, late: int | None = None, max_rows: int = 64) -> None:
         self.pool = np.full((num_pages, page_size), -1, dtype=np.int64)
         self.page_size = page_size
+        self.late = late
+        self.page_table = np.zeros((max_rows, num_pages), np.int64)
+        self.token_ids = np.zeros(max_rows, np.int64)
+        self.context_lens = np.zeros(max_rows, np.int64)
+        self.temperature, self.seed = np.zeros(max_rows), np.zeros(max_rows, np.int64)
         self.extend_sizes: list[int] = []
         self.decode_sizes: list[int] = []
         self.kinds: list[str] = []
+        self.under_way: deque[FakeLaunched] = deque()
 
-    def extend(self, batch: ExtendBatch) -> np.ndarray:
-        self.kinds.append("extend")
-        self.extend_sizes.append(len(batch.token_ids))
+    def launch(self, batch: ExtendBatch | DecodeBatch) -> FakeLaunched:
+        decode = isinstance(batch, DecodeBatch)
+        self.kinds.append("decode" if decode else "extend")
+        (self.decode_sizes if decode else self.extend_sizes).append(len(batch.rows if isinstance(batch, DecodeBatch) else batch.token_ids))
+        launched = FakeLaunched(self, partial(self._decode if decode else self._extend, batch), self.late or 0)
+        self.under_way.append(launched)
+        if self.late is None:
+            self.run_until(launched)
+        return launched
+
+    def run_until(self, launched: FakeLaunched) -> None:
+        while not launched.query():
+            self.under_way.popleft().run()
+
+    def _extend(self, batch: ExtendBatch) -> np.ndarray:
+        self._apply(batch.updates)
         offset = 0
-        for row, (num_new, context_len) in enumerate(zip(batch.extend_lens.tolist(), batch.context_lens.tolist(), strict=True)):
-            self._write(batch.page_table[row], context_len - num_new, batch.token_ids[offset : offset + num_new])
+        for row, num_new, context_len in zip(batch.rows.tolist(), batch.extend_lens.tolist(), batch.context_lens.tolist(), strict=True):
+            self._write(row, context_len - num_new, batch.token_ids[offset : offset + num_new])
             offset += num_new
-        return self._sample(batch.page_table[batch.sample_rows], batch.context_lens[batch.sample_rows], batch.sampling)
+        rows = batch.rows[batch.sample_rows]
+        return self._sample(rows, batch.context_lens[batch.sample_rows])
 
-    def decode(self, batch: DecodeBatch) -> np.ndarray:
-        self.kinds.append("decode")
-        self.decode_sizes.append(len(batch.token_ids))
-        for row, context_len in enumerate(batch.context_lens.tolist()):
-            self._write(batch.page_table[row], context_len - 1, batch.token_ids[row : row + 1])
-        return self._sample(batch.page_table, batch.context_lens, batch.sampling)
+    def _decode(self, batch: DecodeBatch) -> np.ndarray:
+        self._apply(batch.updates)
+        assert self.context_lens[batch.rows].tolist() == batch.context_lens.tolist(), "the host's lengths are the device's"
+        for row, context_len in zip(batch.rows.tolist(), batch.context_lens.tolist(), strict=True):
+            self._write(row, context_len - 1, self.token_ids[row : row + 1])
+        self.context_lens[batch.rows] += 1
+        return self._sample(batch.rows, batch.context_lens)
 
-    def _sample(self, page_table: np.ndarray, context_lens: np.ndarray, sampling: SamplingBatch) -> np.ndarray:
-        rows = zip(page_table, context_lens.tolist(), _salts(sampling), strict=True)
-        return np.asarray([next_token(self._read(pages, num_tokens), salt) for pages, num_tokens, salt in rows], dtype=np.int64)
+    def _apply(self, updates: RowUpdates) -> None:
+        self.page_table[updates.page_rows, updates.page_columns] = updates.page_ids
+        self.temperature[updates.new_rows], self.seed[updates.new_rows] = updates.sampling.temperature, updates.sampling.seed
+        self.context_lens[updates.joined_rows] = updates.joined_context_lens
+        told = updates.joined_token_ids != KEEP
+        self.token_ids[updates.joined_rows[told]] = updates.joined_token_ids[told]
 
-    def _write(self, pages: np.ndarray, start: int, token_ids: np.ndarray) -> None:
+    def _sample(self, rows: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
+        drawn = np.zeros(len(rows), np.int64)
+        for i, (row, num_tokens) in enumerate(zip(rows.tolist(), context_lens.tolist(), strict=True)):
+            salt = _salt(int(self.seed[row]), num_tokens) if self.temperature[row] else 0
+            drawn[i] = next_token(self._read(row, num_tokens), salt)
+        self.token_ids[rows] = drawn
+        return drawn
+
+    def _write(self, row: int, start: int, token_ids: np.ndarray) -> None:
         positions = np.arange(start, start + len(token_ids))
-        self.pool[pages[positions // self.page_size], positions % self.page_size] = token_ids
+        self.pool[self.page_table[row, positions // self.page_size], positions % self.page_size] = token_ids
 
-    def _read(self, pages: np.ndarray, num_tokens: int) -> np.ndarray:
+    def _read(self, row: int, num_tokens: int) -> np.ndarray:
         positions = np.arange(num_tokens)
-        return self.pool[pages[positions // self.page_size], positions % self.page_size]
+        return self.pool[self.page_table[row, positions // self.page_size], positions % self.page_size]

@@ -49,7 +49,7 @@ class PdNodes:
         peer_timeout_s = options.pop("peer_timeout_s", 3.0)
         page_size = options.setdefault("page_size", 4)
         if runner is None:
-            runner = FakeRunner(options.setdefault("num_pages", 64), page_size)
+            runner = FakeRunner(options.setdefault("num_pages", 64), page_size, late=options.pop("late", 1))
         region = fake_region(runner) if isinstance(runner, FakeRunner) else model_region(runner)
         compat = Compat("model", "dtype", page_size, 1, 1, 1, region.page_nbytes, options.get("context_length", 256), 1 << 20)
         backend.register(region)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from fake_runner import FakeRunner, expected_tokens
+from fake_runner import VOCAB_SIZE, FakeRunner, expected_tokens
 
 from common.errors import Failure
 from common.kvcache.cache import KVCache
@@ -76,9 +76,10 @@ class Node:
     def __init__(
         self, role: str = "decode", *, num_pages: int = 64, page_size: int = 4, chunk: int = 16, max_running: int = 8, context_length: int = 256,
         max_decode_delay_steps: int = 2, eos: tuple[int, ...] = (), prefix_cache: bool = True, endpoint: Any = None, runner: FakeRunner | None = None,
-        preemption: Literal["auto", "recompute", "swap"] = "auto", num_swap_slots: int = 1000,
+        preemption: Literal["auto", "recompute", "swap"] = "auto", num_swap_slots: int = 1000, late: int | None = 1, overlap: bool = True,
     ) -> None:  # fmt: skip
-        self.runner = runner or FakeRunner(num_pages, page_size)
+        """late: of FakeRunner: launched steps run later, as on a GPU. None: at once, as on CPU."""
+        self.runner = runner or FakeRunner(num_pages, page_size, late=late, max_rows=max_running)
         self.cache = KVCache(num_pages, page_size, prefix_cache)
         self.answers: dict[str, Answer] = {}
         self.statuses: list[NodeStatus] = []
@@ -87,7 +88,7 @@ class Node:
         memory = HostPages(pool_of(self.runner), 0 if preemption == "recompute" else num_swap_slots)
         self.backup = HostBackup(memory, extend_prior_tokens_per_s=1e4, always_swap=preemption == "swap")
         self.pages = RequestPages(self.cache, self.backup)
-        limits = Limits(frozenset(eos), context_length, max_running, max_decode_delay_steps, chunk)
+        limits = Limits(frozenset(eos), context_length, max_running, max_decode_delay_steps, chunk, VOCAB_SIZE, overlap)
         self.outbox = Outbox(self._gather, self.statuses.append)
         self.work = Work(self.runner, self.pages, self.outbox, limits)
         kind: Any = DecodeScheduler if role == "decode" else PrefillScheduler

@@ -9,8 +9,8 @@ import torch
 from paged_driver import PagedDriver, Row
 from tiny_models import CHECKPOINTS, VOCAB_SIZE, WINDOW, cached_checkpoint, greedy_oracle, oracle_logits
 
+from common.engine.batch import NON_FINITE
 from common.engine.runner import ModelRunner
-from common.sampling.sampler import NON_FINITE
 
 PAGE = 16
 Backend = Literal["torch", "numba"]
@@ -52,14 +52,14 @@ def test_ragged_batches_with_cached_prefixes_equal_single_requests(checkpoint: s
     driver = PagedDriver(runner_of(checkpoint, backend), seed=2)
     rows = [Row(prompt(n, seed=3)) for n in (70, 1, PAGE, 45, 2 * PAGE + 1)]
     expected = [greedy_oracle(cached_checkpoint(checkpoint), row.token_ids, 6) for row in rows]
-    driver.runner.extend(driver.extend_batch([(rows[0], 41), (rows[4], PAGE)]))
-    driver.runner.extend(driver.extend_batch([(rows[3], 44)]))
-    drawn = driver.runner.extend(driver.extend_batch([(rows[0], 29), (rows[1], 1), (rows[2], PAGE), (rows[3], 1), (rows[4], PAGE + 1)]))
+    driver.extend([(rows[0], 41), (rows[4], PAGE)])
+    driver.extend([(rows[3], 44)])
+    drawn = driver.extend([(rows[0], 29), (rows[1], 1), (rows[2], PAGE), (rows[3], 1), (rows[4], PAGE + 1)])
     outputs = [[token] for token in drawn.tolist()]
     for _ in range(5):
         for row, output in zip(rows, outputs, strict=True):
             row.token_ids.append(output[-1])
-        for output, token in zip(outputs, driver.runner.decode(driver.decode_batch(rows)).tolist(), strict=True):
+        for output, token in zip(outputs, driver.decode(rows).tolist(), strict=True):
             output.append(token)
     assert outputs == expected
 
@@ -67,8 +67,8 @@ def test_ragged_batches_with_cached_prefixes_equal_single_requests(checkpoint: s
 def test_only_rows_that_sample_yield_tokens() -> None:
     driver = PagedDriver(runner_of("llama", "numba"))
     rows = [Row(prompt(n, seed=4)) for n in (9, 20, 30)]
-    assert driver.runner.extend(driver.extend_batch([(rows[0], 5), (rows[1], 7)])).shape == (0,)
-    drawn = driver.runner.extend(driver.extend_batch([(rows[1], 3), (rows[0], 4), (rows[2], 30)]))
+    assert driver.extend([(rows[0], 5), (rows[1], 7)]).shape == (0,)
+    drawn = driver.extend([(rows[1], 3), (rows[0], 4), (rows[2], 30)])
     assert drawn.tolist() == [greedy_oracle(cached_checkpoint("llama"), rows[i].token_ids, 1)[0] for i in (0, 2)]
 
 
@@ -111,15 +111,15 @@ def test_a_row_with_nan_fails_alone(backend: Backend, dtype: Literal["float32", 
     runner = ModelRunner(cached_checkpoint("llama"), dtype=dtype, page_size=PAGE, num_pages=64, attention_backend=backend)
     runner.model.embedding[VOCAB_SIZE - 2] = float("nan")
     driver, clean_alone = PagedDriver(runner), Row(prompt(50, seed=8))
-    expected = driver.runner.extend(driver.extend_batch([(clean_alone, 50)]))
+    expected = driver.extend([(clean_alone, 50)])
     broken, clean = Row([5, VOCAB_SIZE - 2, *prompt(60, seed=9)]), Row(prompt(50, seed=8))
-    driver.runner.extend(driver.extend_batch([(broken, 32), (clean, 20)]))
-    drawn = driver.runner.extend(driver.extend_batch([(broken, 30), (clean, 30)]))
+    driver.extend([(broken, 32), (clean, 20)])
+    drawn = driver.extend([(broken, 30), (clean, 30)])
     assert drawn[0] == NON_FINITE
     if dtype == "float32":  # bfloat16 rounds a prompt computed in two chunks differently
         assert drawn[1] == expected[0]
     broken.token_ids.append(1)
     clean.token_ids.append(int(drawn[1]))
-    drawn = driver.runner.decode(driver.decode_batch([broken, clean]))
+    drawn = driver.decode([broken, clean])
     assert drawn[0] == NON_FINITE
     assert drawn[1] != NON_FINITE

@@ -106,7 +106,7 @@ def test_full_swap_space_means_recomputing() -> None:
 
 def test_a_prefix_that_was_lost_runs_again() -> None:
     """What is shared is not copied. When the others are gone and the tree has given it up, the copy is dropped."""
-    node = Node(num_pages=17, chunk=32, preemption="swap")
+    node = Node(num_pages=17, chunk=32, preemption="swap", late=None)
     stem = prompts_of(1, 16)[0]
     first = node.submit([*stem, 20], 34)
     node.scheduler.step()
@@ -373,7 +373,7 @@ def test_admission_never_makes_a_retraction_necessary_within_the_horizon(monkeyp
 
 
 def test_rooms_count_and_are_not_retracted() -> None:
-    """P writes their pages. They are counted in headroom(), and the running ones make room."""
+    """P writes their pages. They are counted in free_rows(), and the running ones make room."""
     fabric = MemoryFabric()
     with PdNodes() as nodes:
         nodes.add("prefill", fabric.backend())
@@ -385,7 +385,7 @@ def test_rooms_count_and_are_not_retracted() -> None:
         while not decode.num_retracted():
             decode.scheduler.step()
         assert decode.scheduler.stats()["rooms"] == 1
-        assert decode.work.headroom(decode.scheduler._rooms.values())[0] == 8 - 1 - len(decode.work.running)
+        assert decode.work.free_rows(decode.scheduler._rooms.values()) == 8 - 1 - len(decode.work.running)
         fabric.resume()
         nodes.run_until_answered(roomed, *local)
         decode.assert_right(roomed, prompts_of(1, 20)[0], 12)
