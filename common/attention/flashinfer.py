@@ -90,9 +90,9 @@ def check(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: str)
 
 class FlashInferAttention:
     def __init__(
-        self, geometry: HeadGeometry, pool: KVPool, rope: RopeTable, max_rows: int, max_context: int, dtype: torch.dtype = torch.bfloat16
+        self, geometry: HeadGeometry, pool: KVPool, rope: RopeTable, *, max_rows: int, max_context: int, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        """max_rows: the largest batch bucket. max_context: the longest context, in tokens. dtype: of q and of the output.
+        """max_rows: of a decode batch. max_context: tokens that one of its rows may have. dtype: of qkv and the result; check() says of others.
 
         Takes WORKSPACE_NBYTES of device memory, and each wrapper 8 MiB there and as much page-locked. Raises StartupError without FlashInfer.
         """

@@ -1,24 +1,19 @@
 """What we do around FlashInfer, against a stand-in for the library that attends from the same buffers in plain loops."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from attention_batches import Case, Step, cases
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from common.attention.backend import AttentionBatch, AttentionSpec, HeadGeometry, HostLens
+from common.attention.backend import HostLens
 from common.attention.flashinfer import FlashInferAttention, check
-from common.attention.flashinfer_plan import indptr
 from common.errors import StartupError
-from common.kvcache.layout import KVLayout, KVPool
-from common.layers.ops import NormWeight
-from common.layers.rope import RopeTable
-
-CPU, NUM_LAYERS, NUM_PAGES, MAX_PAGES, MAX_ROWS = torch.device("cpu"), 2, 60, 6, 8
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, soft_cap: float | None) -> torch.Tensor:
@@ -58,9 +53,9 @@ class StandIn:
         for row in range(len(last)):
             pages = indices[kv_indptr[row] : kv_indptr[row + 1]].long()
             context_len = (len(pages) - 1) * page_size + int(last[row])
-            k, v = (part[pages].transpose(0, 1).flatten(1, 2)[:, :context_len].to(q.dtype) for part in kv)
+            k, v = (part[pages].transpose(0, 1).flatten(1, 2)[:, :context_len].float() for part in kv)
             own = slice(int(self.query_indptr[row]), int(self.query_indptr[row + 1]))
-            out[own] = attend(q[own], k, v, scale, None if window_left < 0 else window_left + 1, soft_cap)
+            out[own] = attend(q[own].float(), k, v, scale, None if window_left < 0 else window_left + 1, soft_cap).to(q.dtype)
         return out
 
 
@@ -102,130 +97,58 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.attention.flashinfer.WORKSPACE_NBYTES", 16)
 
 
-class Paged:
-    """A backend on a pool, and beside it each row's K and V as they should be: dense, rotated."""
-
-    def __init__(self, geometry: HeadGeometry, page_size: int, dtype: torch.dtype = torch.float32) -> None:
-        self.geometry, self.page_size, self.dtype = geometry, page_size, dtype
-        self.pool = KVPool(KVLayout(geometry.num_kv_heads, NUM_LAYERS, page_size, geometry.head_dim, dtype), NUM_PAGES, CPU)
-        angles = torch.outer(torch.arange(float(MAX_PAGES * page_size)), 1.0 / 1e4 ** (torch.arange(0, geometry.head_dim, 2) / geometry.head_dim))
-        self.rope = RopeTable(angles.cos(), angles.sin())
-        self.backend = FlashInferAttention(geometry, self.pool, self.rope, MAX_ROWS, MAX_PAGES * page_size, dtype)
-        pages = torch.randperm(NUM_PAGES - 1)[: MAX_ROWS * MAX_PAGES].int() + 1
-        self.table = torch.cat((pages.view(MAX_ROWS, MAX_PAGES), torch.zeros(1, MAX_PAGES, dtype=torch.int32)))  # the last is the padding row
-        self.lens = [0] * MAX_ROWS
-        nothing = torch.empty(0, geometry.num_kv_heads, geometry.head_dim)
-        self.keys, self.values = ([[nothing] * NUM_LAYERS for _ in range(MAX_ROWS)] for _ in range(2))
-
-    def batch(self, rows: list[int], extend_lens: list[int], num_padding: int = 0, is_decode: bool = False) -> tuple[AttentionBatch, HostLens]:
-        for row, num_new in zip(rows, extend_lens, strict=True):
-            self.lens[row] += num_new
-        batch_rows = torch.tensor([*rows, *[MAX_ROWS] * num_padding], dtype=torch.int32)
-        lens = HostLens(*(np.array([*own, *[1] * num_padding], np.int32) for own in (extend_lens, [self.lens[row] for row in rows])))
-        parts = [torch.arange(end - n, end) for n, end in zip(lens.extend_lens.tolist(), lens.context_lens.tolist(), strict=True)]
-        positions = torch.cat(parts)
-        token_rows = torch.repeat_interleave(batch_rows, torch.from_numpy(lens.extend_lens))
-        slots = self.table[token_rows, positions // self.page_size].long() * self.page_size + positions % self.page_size
-        starts, context_lens = torch.from_numpy(indptr(lens.extend_lens)), torch.from_numpy(lens.context_lens)
-        return AttentionBatch(self.table, batch_rows, context_lens, starts, positions, slots, is_decode), lens
-
-    def expect(self, qkv: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
-        """Dense attention, padding rows as if each were a request of one token."""
-        heads, kv_heads = self.geometry.num_heads, self.geometry.num_kv_heads
-        q, k, v = torch.split(qkv.view(len(qkv), -1, self.geometry.head_dim), [heads, kv_heads, kv_heads], dim=1)
-        for norm, part in ((spec.q_norm, q), (spec.k_norm, k)):
-            if norm is not None:
-                part.copy_(part * (part.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.tensor)
-        q, k = self.rope.rotate(q, batch.positions), self.rope.rotate(k, batch.positions)
-        out = torch.empty_like(q)
-        for place, row in enumerate(batch.rows.tolist()):
-            own = slice(int(batch.query_starts[place]), int(batch.query_starts[place + 1]))
-            if row == MAX_ROWS:
-                continue
-            self.keys[row][spec.layer] = torch.cat((self.keys[row][spec.layer], k[own]))
-            self.values[row][spec.layer] = torch.cat((self.values[row][spec.layer], v[own]))
-            kept = (self.keys[row][spec.layer].transpose(0, 1), self.values[row][spec.layer].transpose(0, 1))
-            out[own] = attend(q[own], *kept, self.geometry.head_dim**-0.5, spec.window, spec.soft_cap)
-        return out.view(len(qkv), -1)
-
-    def check(self, specs: list[AttentionSpec], batch: AttentionBatch, lens: HostLens) -> None:
-        self.backend.plan(batch, lens)
-        real = torch.repeat_interleave(batch.rows, torch.from_numpy(lens.extend_lens)) != MAX_ROWS
-        for spec in specs:
-            qkv = torch.randn(len(batch.positions), self.geometry.qkv_size)
-            found = self.backend.forward(qkv.clone(), spec)
-            torch.testing.assert_close(found[real], self.expect(qkv, batch, spec)[real], rtol=1e-5, atol=1e-5)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Paged, list[AttentionSpec], list[int], list[int], int]:
-    torch.manual_seed(draw(st.integers(0, 99)))
-    kv_heads, group, head_dim, page_size = (draw(st.sampled_from(v)) for v in ([1, 2, 3], [1, 2, 3, 4, 8], [16, 64], [1, 2, 16]))
-    norm = NormWeight(torch.randn(head_dim), 1e-6, None) if draw(st.booleans()) else None
-    specs = [
-        AttentionSpec(layer, draw(st.sampled_from([None, 1, 5, 40])), norm, norm, draw(st.sampled_from([None, 0.7, 30.0])))
-        for layer in range(NUM_LAYERS)
-    ]
-    rows = draw(st.permutations(range(MAX_ROWS)))[: draw(st.integers(1, 4))]
-    first_lens = [draw(st.integers(1, min(MAX_PAGES * page_size - 3, 40))) for _ in rows]  # three more tokens follow
-    return Paged(HeadGeometry(kv_heads * group, kv_heads, head_dim), page_size), specs, rows, first_lens, draw(st.integers(0, MAX_ROWS - len(rows)))
+def backend_on(step: Step) -> FlashInferAttention:
+    return FlashInferAttention(
+        step.geometry, step.pool, step.rope, dtype=step.case.dtype, max_rows=len(step.batch.rows) + 3, max_context=step.max_context
+    )
 
 
 @settings(max_examples=25, deadline=None)
 @given(cases())
-def test_chunks_and_decode_steps_equal_dense_attention(case: tuple[Paged, list[AttentionSpec], list[int], list[int], int]) -> None:
-    """Two layers, of unlike kinds as drawn: a first chunk, a chunk on the cached prefix in another order, two padded decode steps."""
-    paged, specs, rows, first_lens, num_padding = case
-    paged.check(specs, *paged.batch(rows, first_lens))
-    paged.check(specs, *paged.batch(rows[::-1][:2], [1] * len(rows[:2])))
-    for _ in range(2):
-        paged.check(specs, *paged.batch(rows, [1] * len(rows), num_padding, is_decode=True))
-
-
-def test_padding_rows_write_to_page_0_only() -> None:
-    paged = Paged(HeadGeometry(4, 2, 16), 4)
-    paged.check([AttentionSpec(1, None, None, None)], *paged.batch([3], [1], 5, is_decode=True))
-    written = paged.pool.tensor.ne(0).any(-1).nonzero()  # page, kv_head, layer, k or v, offset
-    assert {(page, layer, offset) for page, _, layer, _, offset in written.tolist()} == {(0, 1, 0), (int(paged.table[3, 0]), 1, 0)}
+def test_any_batch_equals_the_oracle(case: Case) -> None:
+    step = Step(case)
+    step.check(backend_on(step))
 
 
 def test_a_bucket_keeps_its_wrapper_and_its_buffers() -> None:
     """What a captured graph holds on to: the launch of a bucket reads, after the next plan(), that plan's lists from where it read before."""
-    paged, spec = Paged(HeadGeometry(4, 2, 16), 4), AttentionSpec(0, None, None, None)
-    paged.check([spec], *paged.batch([0, 1], [9, 2]))
-    paged.check([spec], *paged.batch([0, 1], [1, 1], 2, is_decode=True))
-    [wrapper] = paged.backend._decode.values()
+    step = Step(Case(rows=((19, 1), (40, 1)), is_decode=True, num_padding=2))
+    backend = backend_on(step)
+    step.check(backend)
+    [wrapper] = backend._decode.values()
     assert isinstance(wrapper, DecodeStandIn)
-    places = [buffer.data_ptr() for buffer in wrapper.buffers.values() if isinstance(buffer, torch.Tensor)]
-    paged.check([spec], *paged.batch([0], [1], 0, is_decode=True))
-    paged.check([spec], *paged.batch([1, 5, 0], [1, 1, 1], 1, is_decode=True))
-    assert {bucket for bucket, _ in paged.backend._decode} == {4, 1}
-    assert wrapper.num_plans == 2
-    assert [buffer.data_ptr() for buffer in wrapper.buffers.values() if isinstance(buffer, torch.Tensor)] == places
+    buffers = {name: buffer for name, buffer in wrapper.buffers.items() if isinstance(buffer, torch.Tensor)}
+    places = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+    one = slice(0, 1)
+    alone = replace(step.batch, rows=step.batch.rows[one], context_lens=step.batch.context_lens[one], query_starts=step.batch.query_starts[:2])
+    backend.plan(alone, HostLens(step.lens.extend_lens[one], step.lens.context_lens[one]))
+    backend.plan(step.batch, replace(step.lens, context_lens=np.array([3, 33, 1, 1], np.int32)))
+    assert ({bucket for bucket, _ in backend._decode}, wrapper.num_plans) == ({4, 1}, 2)
+    assert buffers["paged_kv_indptr_buffer"].tolist() == [0, 1, 4, 5, 6]
+    assert buffers["paged_kv_last_page_len_buffer"].tolist() == [3, 1, 1, 1]
+    own_pages = step.batch.page_table[step.batch.rows.long()]
+    assert buffers["paged_kv_indices_buffer"][:6].tolist() == [*own_pages[0, :1].tolist(), *own_pages[1, :3].tolist(), 0, 0]
+    assert {name: buffer.data_ptr() for name, buffer in buffers.items()} == places
 
 
-def test_kinds_of_layers_are_planned_once_a_step() -> None:
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_kinds_of_layers_are_planned_once_a_step(is_decode: bool) -> None:
     """The first step learns them layer by layer; later ones are planned before the first layer, which may be inside a graph."""
-    paged = Paged(HeadGeometry(4, 2, 16), 4)
-    specs = [AttentionSpec(0, None, None, None), AttentionSpec(1, 7, None, None), AttentionSpec(1, 7, None, None, 20.0)]
-    batch, lens = paged.batch([0, 1], [5, 3])
-    paged.backend.plan(batch, lens)
-    assert not paged.backend._extend
-    for spec in specs:
-        paged.backend.forward(torch.randn(8, paged.geometry.qkv_size), spec)
-    assert [wrapper.num_plans for wrapper in paged.backend._extend.values()] == [1, 1, 1]  # type: ignore[attr-defined]
-    batch, lens = paged.batch([0, 1], [1, 1], is_decode=True)
-    paged.backend.plan(batch, lens)
-    for spec in specs:
-        paged.backend.forward(torch.randn(2, paged.geometry.qkv_size), spec)
-    assert [wrapper.num_plans for wrapper in paged.backend._decode.values()] == [1, 1, 1]  # type: ignore[attr-defined]
+    step = Step(Case(rows=((5, 1), (30, 1)), is_decode=is_decode))
+    backend = backend_on(step)
+    specs = [replace(step.spec, window=window, soft_cap=soft_cap) for window, soft_cap in ((None, None), (7, None), (7, 20.0), (None, None))]
+    for num_steps in (1, 2):
+        backend.plan(step.batch, step.lens)
+        for spec in specs:
+            backend.forward(step.qkv, spec)
+        wrappers = [*backend._decode.values()] if is_decode else [*backend._extend.values()]
+        assert [wrapper.num_plans for wrapper in wrappers] == [num_steps] * 3  # type: ignore[attr-defined]
 
 
 def test_lengths_of_another_batch_are_refused() -> None:
-    paged = Paged(HeadGeometry(4, 2, 16), 4)
-    batch, lens = paged.batch([0, 1], [5, 3])
+    step = Step(Case(rows=((5, 1), (30, 1))))
     with pytest.raises(AssertionError, match="lengths of 1 rows for a batch of 2"):
-        paged.backend.plan(batch, HostLens(lens.extend_lens[:1], lens.context_lens[:1]))
+        backend_on(step).plan(step.batch, HostLens(step.lens.extend_lens[:1], step.lens.context_lens[:1]))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
