@@ -68,12 +68,12 @@ class Plan:
 
 FULL = Plan(
     sweep=tuple(
-        [System("one node", chunk, delay) for delay in (1, 4) for chunk in (64, 128, 256, 512, 1024)]
-        + [System("two nodes", chunk, 1) for chunk in (64, 128, 256, 512, 1024)]
-        + [System("two nodes", chunk, 4) for chunk in (64, 256)]
+        [System("one node", chunk, delay) for delay in (1, 4) for chunk in (32, 64, 128, 256, 512, 1024)]
+        + [System("two nodes", chunk, 1) for chunk in (32, 64, 128, 256, 512)]
+        + [System("two nodes", chunk, 4) for chunk in (32, 128)]
     ),
     sweep_fraction=0.7,
-    sweep_window_s=9.0,
+    sweep_window_s=8.0,
     load_fractions=(0.4, 0.6, 0.8, 1.0),
     load_window_s=12.0,
     seeds=3,

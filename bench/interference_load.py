@@ -24,6 +24,7 @@ STREAM_PROMPT_TOKENS = 64
 STREAM_TOKENS = 1024  # outlasts a window; a stream that ends begins anew
 SETTLE_S = 1.0  # from the last stream's first token to the window
 SILENCE_S = 120.0  # an answer of which nothing comes for this long has failed
+DRAIN_S = 60.0  # after the window; a prompt that is not answered by then has failed: a hopeless system ends too
 READY_PROBE_S = 0.05
 
 
@@ -57,7 +58,7 @@ class Workload:
 
 
 async def run(urls: Sequence[str], workload: Workload) -> Episode:
-    """Start the streams; when all run, let the prompts come; end when every prompt is answered. Raises StreamBroken."""
+    """Start the streams; when all run, let the prompts come; end when every prompt is answered, or given up. Raises StreamBroken."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S)
     targets = [Target(url, MODEL, ignore_eos=True) for url in urls]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -89,9 +90,11 @@ async def _run(group: asyncio.TaskGroup, session: aiohttp.ClientSession, targets
     prompts = [group.create_task(ask(*one, targets[number % len(targets)])) for number, one in enumerate(due)]
     await asyncio.sleep(workload.window_s)
     client_cpu_s = time.process_time() - cpu_s
-    answers = [await prompt for prompt in prompts]
-    for stream in streams:
-        stream.cancel()
+    if prompts:
+        await asyncio.wait(prompts, timeout=DRAIN_S)
+    answers = [prompt.result() if prompt.done() else Outcome(started_s, failure="not answered in time") for prompt in prompts]
+    for task in (*streams, *prompts):
+        task.cancel()
     return Episode(begun, answers, started_s, workload.window_s, client_cpu_s)
 
 

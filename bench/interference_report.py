@@ -10,7 +10,7 @@ WORSE = 1.05  # a ratio above it is called PD's loss, below its inverse PD's gai
 MAP_FIGURES = {"ttft_ms_p50": "TTFT p50", "prompt_itl_ms_p99": "p99 ITL", "e2e_ms_p50": "end to end p50"}
 LOAD_COLUMNS: dict[str, Callable[[Row], str]] = {
     "ITL p50 / p99 (ms)": lambda row: f"{_number(row['itl_ms_p50'], 0)} / {_number(row['itl_ms_p99'], 0)}",
-    "TTFT p50 / p90 (ms)": lambda row: f"{_number(row['ttft_ms_p50'], 0)} / {_number(row['ttft_ms_p90'], 0)}",
+    "TTFT p50 / p90 (ms)": lambda row: f"{_number(row['ttft_ms_p50'], 0)} / {_number(row['ttft_ms_p90'], 0)}{_failed(row)}",
     "prompts' TPOT (ms)": lambda row: _number(row["tpot_ms_p50"], 0),
     "attained": lambda row: _number(row["attained"]),
     "strain": lambda row: _number(row["strain"]),
@@ -79,7 +79,7 @@ def _sweep(results: Results) -> list[str]:
     rows = [
         [
             f"**{row['system']}**" if row["system"] in ("PD", baseline) else row["system"], _ms(row["itl_ms_p50"]), _ms(row["itl_ms_p99"]),
-            _ms(row["ttft_ms_p50"]), _ms(row["ttft_ms_p90"]), _ms(row["tpot_ms_p50"]), _number(row["stream_tokens_per_s"], 0),
+            _ms(row["ttft_ms_p50"]), _ms(row["ttft_ms_p90"]) + _failed(row), _ms(row["tpot_ms_p50"]), _number(row["stream_tokens_per_s"], 0),
             _number(row["strain"]),
         ]
         for row in sweep
@@ -149,6 +149,11 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _failed(row: Row) -> str:
+    """Prompts that were not answered are in no percentile."""
+    return f" ({row['failed']} of {row['prompts']} failed)" if row["failed"] else ""
 
 
 def _ms(value: float | None) -> str:

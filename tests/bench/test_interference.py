@@ -196,6 +196,14 @@ async def test_a_stream_that_ends_begins_anew(monkeypatch: pytest.MonkeyPatch) -
     assert all(len(gaps_s) <= 3 for gaps_s in taken.stream_gaps_s())  # between two answers is no gap
 
 
+async def test_prompts_that_are_not_answered_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interference_load, "DRAIN_S", 0.02)
+    async with Endpoint(holds_for=99).serving() as url:
+        taken = await run([url], Workload(1, 7, PROMPT_OUTPUT_TOKENS, 2, 0.0, seed=1))
+    assert [outcome.failure for outcome in taken.prompts] == ["not answered in time"] * 2
+    assert strain([taken], LIMITS) == math.inf
+
+
 async def test_a_broken_stream_ends_the_run() -> None:
     async with Endpoint(fails=1).serving() as url:
         with pytest.raises(StreamBroken, match="error event"):
@@ -209,7 +217,8 @@ async def test_a_broken_stream_ends_the_run() -> None:
 
 def load_row(system: str, rate: float, itl_ms_p99: float | None, **more: Any) -> dict[str, Any]:
     taken = {"itl_ms_p50": 30.0, "itl_ms_p99": itl_ms_p99, "ttft_ms_p50": 900.0, "ttft_ms_p90": 1500.0, "tpot_ms_p50": 40.0}
-    return {"system": system, "rate": rate, **taken, "attained": 1.0, "strain": 0.5, "client_cpu": 0.02, **more}
+    counts = {"prompts": 9, "failed": 0, "attained": 1.0, "strain": 0.5, "client_cpu": 0.02}
+    return {"system": system, "rate": rate, **taken, **counts, **more}
 
 
 def results() -> dict[str, Any]:
@@ -250,6 +259,12 @@ def test_report_says_which_goodput_is_a_lower_bound() -> None:
     lines = markdown(results()).splitlines()
     assert "| PD | >= 0.40 |" in lines
     assert "| colocated | 0.31 |" in lines
+
+
+def test_report_says_how_many_prompts_are_in_no_percentile() -> None:
+    made = results()
+    made["load"][0]["failed"] = 2
+    assert "| 900 / 1500 (2 of 9 failed) : 900 / 1500 |" in markdown(made)
 
 
 def test_report_has_the_steps_that_were_run() -> None:
