@@ -24,6 +24,7 @@ ROPE_KEYS = {  # what each scaled type cannot do without
     "yarn": ("factor",),
 }
 DTYPES = ("float32", "bfloat16", "float16")
+FLOAT8_CONFIGS = {"fp8": None, "compressed-tensors": "float-quantized"}  # quant_method -> its `format`: checkpoints whose weights are float8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class ModelConfig:
     qk_norm: bool
     sliding_window: tuple[int | None, ...]  # per layer: window in tokens, None = full attention
     hidden_act: str
-    dtype: str  # "float32", "bfloat16" or "float16", as stored
+    dtype: str  # "float32", "bfloat16" or "float16", as stored; of what is not in float8
+    stores_float8: bool  # linears are float8 (e4m3) with scales
     eos_token_ids: tuple[int, ...]  # config.json and generation_config.json together
     bos_token_id: int | None
     raw: JsonObject = field(repr=False)
@@ -59,8 +61,6 @@ class ModelConfig:
         """Read config.json (and generation_config.json). Raises StartupError naming what is missing or unsupported."""
         raw = _read_json(path / "config.json")
         name, architecture = _architecture(raw)
-        if raw.get("quantization_config"):
-            raise StartupError(f"{path} is quantised (quantization_config in config.json); weights must be float32, bfloat16 or float16")
         num_layers, num_heads = _size(raw, "num_hidden_layers"), _size(raw, "num_attention_heads")
         hidden_size = _size(raw, "hidden_size")
         num_kv_heads = _size(raw, "num_key_value_heads", architecture.default_num_kv_heads or num_heads)
@@ -95,6 +95,7 @@ class ModelConfig:
             sliding_window=tuple(w if w is not None and w < context_length else None for w in architecture.windows(raw, num_layers)),
             hidden_act=_one_of(raw.get("hidden_act", "silu"), ("silu", "swish"), "hidden_act"),
             dtype=_one_of(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), DTYPES, "dtype"),
+            stores_float8=_stores_float8(raw),
             eos_token_ids=_eos_token_ids(path, raw),
             bos_token_id=raw.get("bos_token_id"),
             raw=raw,
@@ -145,6 +146,18 @@ def _one_of(value: str, supported: tuple[str, ...], key: str) -> str:
     if value not in supported:
         raise StartupError(f"config.json: {key} {value!r} is not supported; supported are {', '.join(supported)}")
     return value
+
+
+def _stores_float8(raw: JsonObject) -> bool:
+    """Whether `quantization_config` says float8; StartupError when it says something else."""
+    stated = raw.get("quantization_config")
+    if not stated:
+        return False
+    method, stored_format = stated.get("quant_method"), stated.get("format")
+    if method not in FLOAT8_CONFIGS or FLOAT8_CONFIGS[method] not in (None, stored_format):
+        found = f"{method} {stored_format}" if stored_format else method
+        raise StartupError(f"config.json: weights quantised as {found} are not read; fp8, compressed-tensors float-quantized and plain ones are")
+    return True
 
 
 def _rope(raw: JsonObject, max_positions: int) -> tuple[float, JsonObject | None]:

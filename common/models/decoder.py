@@ -13,37 +13,43 @@ import torch
 from torch.nn import functional as F
 
 from common.attention.backend import AttentionBackend, AttentionSpec, HeadGeometry
-from common.layers.linear import Linear
+from common.layers.linear import Linear, Quantizer
 from common.layers.ops import LayerOps, NormWeight
 from common.models.config import ModelConfig
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device, quantizer: Quantizer | None) -> None:
         heads = HeadGeometry(config.num_heads, config.num_kv_heads, config.head_dim)
         hidden, intermediate = config.hidden_size, config.intermediate_size
         q_norm, k_norm = (NormWeight.empty(config.head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None for _ in range(2))
         self.input_norm = NormWeight.empty(hidden, config.rms_norm_eps, dtype, device)
-        self.qkv = Linear(hidden, heads.qkv_size, config.qkv_bias, dtype, device)
+        self.qkv = Linear(hidden, heads.qkv_size, config.qkv_bias, dtype, device, quantizer)
         self.attention = AttentionSpec(layer, config.sliding_window[layer], q_norm, k_norm)
-        self.o = Linear(config.num_heads * config.head_dim, hidden, config.o_bias, dtype, device)
+        self.o = Linear(config.num_heads * config.head_dim, hidden, config.o_bias, dtype, device, quantizer)
         self.post_norm = NormWeight.empty(hidden, config.rms_norm_eps, dtype, device)
-        self.gate_up = Linear(hidden, 2 * intermediate, config.mlp_bias, dtype, device)
-        self.down = Linear(intermediate, hidden, config.mlp_bias, dtype, device)
+        self.gate_up = Linear(hidden, 2 * intermediate, config.mlp_bias, dtype, device, quantizer)
+        self.down = Linear(intermediate, hidden, config.mlp_bias, dtype, device, quantizer)
 
 
 class Decoder:
-    def __init__(self, config: ModelConfig, ops: LayerOps, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, ops: LayerOps, dtype: torch.dtype, device: torch.device, quantizer: Quantizer | None = None) -> None:
         """Weights are allocated, not filled: the loader writes into tensors() and then calls pack()."""
         self.config = config
         self._ops = ops
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers)]
+        self.layers = [DecoderLayer(config, layer, dtype, device, quantizer) for layer in range(config.num_layers)]
         self.final_norm = NormWeight.empty(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+        self.head = Linear(config.hidden_size, config.vocab_size, False, dtype, device, quantizer)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding  # what Linear allocated was never touched, so it never took memory
-        self.nbytes = sum(tensor.nbytes for tensor in self.tensors().values())
+        self._norm_nbytes = sum(tensor.nbytes for name, tensor in self.tensors().items() if "norm" in name)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights as they are held now: after pack(), in their final form."""
+        embedding_nbytes = 0 if self.config.tie_word_embeddings else self.embedding.nbytes
+        return self._norm_nbytes + embedding_nbytes + sum(linear.nbytes for linear in self.linears())
 
     def __call__(self, ids: torch.Tensor, attn: AttentionBackend, rows: torch.Tensor | None = None) -> torch.Tensor:
         """ids: int64 [T], laid out as the batch `attn` has planned. rows: int64 [S], which of them are asked for (None: all).
@@ -51,7 +57,7 @@ class Decoder:
         Returns the normed hidden states [S, hidden]; KV of all T is written. Past the last attention only the asked rows are computed.
         """
         ops = self._ops
-        residual = F.embedding(ids, self.embedding)
+        residual = self.head.embed(ids) if self.config.tie_word_embeddings else F.embedding(ids, self.embedding)
         x = ops.rms_norm(residual, self.layers[0].input_norm)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
@@ -74,6 +80,8 @@ class Decoder:
         """The weights are all written: bring the linears into their final form."""
         for linear in self.linears():
             linear.pack(keep_plain=linear is self.head and self.config.tie_word_embeddings)
+        if self.config.tie_word_embeddings:
+            self.embedding = self.head.weight  # empty when the head's final form gives rows itself
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Checkpoint name -> where its tensor goes (a view; shapes are the checkpoint's)."""
@@ -84,21 +92,37 @@ class Decoder:
             named |= {f"model.layers.{index}.{name}": tensor for name, tensor in self._layer_tensors(layer).items()}
         return named
 
+    def row_scales(self) -> dict[str, torch.Tensor]:
+        """Checkpoint name of a linear's weight -> where the scales of its rows go: float32, one a row. Before pack()."""
+        named = {} if self.config.tie_word_embeddings else {"lm_head.weight": self.head.row_scale}
+        for index, layer in enumerate(self.layers):
+            for linear, sizes in self._parts(layer):
+                places = torch.split(linear.row_scale, list(sizes.values()))
+                named |= dict(zip((f"model.layers.{index}.{name}.weight" for name in sizes), places, strict=True))
+        return named
+
     def _layer_tensors(self, layer: DecoderLayer) -> dict[str, torch.Tensor]:
-        config = self.config
-        q_size, kv_size, intermediate = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
         named = {"input_layernorm.weight": layer.input_norm.tensor, "post_attention_layernorm.weight": layer.post_norm.tensor}
-        named |= _parts(layer.qkv, {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size})
-        named |= _parts(layer.o, {"self_attn.o_proj": config.hidden_size})
-        named |= _parts(layer.gate_up, {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate})
-        named |= _parts(layer.down, {"mlp.down_proj": config.hidden_size})
+        for linear, sizes in self._parts(layer):
+            named |= _tensors_of(linear, sizes)
         for name, norm in (("q_norm", layer.attention.q_norm), ("k_norm", layer.attention.k_norm)):
             if norm is not None:
                 named[f"self_attn.{name}.weight"] = norm.tensor
         return named
 
+    def _parts(self, layer: DecoderLayer) -> list[tuple[Linear, dict[str, int]]]:
+        """Each linear with the checkpoint's linears that are stacked in it, in their order, and their outputs."""
+        config = self.config
+        q_size, kv_size, intermediate = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+        return [
+            (layer.qkv, {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}),
+            (layer.o, {"self_attn.o_proj": config.hidden_size}),
+            (layer.gate_up, {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}),
+            (layer.down, {"mlp.down_proj": config.hidden_size}),
+        ]
 
-def _parts(linear: Linear, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+
+def _tensors_of(linear: Linear, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
     """The checkpoint's linears that are stacked in this one, in this order."""
     named = dict(zip((f"{name}.weight" for name in sizes), torch.split(linear.weight, list(sizes.values())), strict=True))
     if linear.bias is not None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tiny_models import cached_checkpoint, edit_tensors
 from common.engine.loader import load_weights, resolve_dtype
 from common.engine.runner import ModelRunner
 from common.errors import StartupError
+from common.layers.quantized_fp8 import Float8Quantizer
 from common.layers.torch_ops import TorchOps
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder
@@ -68,7 +70,7 @@ def test_misshaped_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
 def test_integer_tensor_is_refused(tmp_path: Path) -> None:
     directory = copy_of("llama", tmp_path)
     edit_tensors(directory, {DOWN: torch.zeros(64, 96, dtype=torch.int8)})
-    with pytest.raises(StartupError, match="quantised weights are not supported"):
+    with pytest.raises(StartupError, match="weights quantised to integers are not read"):
         load(directory)
 
 
@@ -107,6 +109,69 @@ def test_dtype(tmp_path: Path, stored: str, asked: Any, expected: torch.dtype) -
 def test_weights_are_converted() -> None:
     stored, converted = load(cached_checkpoint("qwen2"))[0].tensors(), load(cached_checkpoint("qwen2"), torch.bfloat16)[0]
     assert torch.equal(converted.embedding, stored["model.embed_tokens.weight"].bfloat16())
+
+
+# ---- float8 ----------------------------------------------------------------------------------------------------------------------------
+
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def float8_copy(target: Path, scale_of: Callable[[torch.Tensor], torch.Tensor], suffix: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint whose linears are float8 with scales by `scale_of`, and what its weights then are."""
+    directory = copy_of("llama", target, quantization_config={"quant_method": "fp8", "activation_scheme": "static"})
+    plain, changed, meant = load(cached_checkpoint("llama"))[0].tensors(), {}, {}
+    for layer in range(3):
+        for name in (f"model.layers.{layer}.{linear}.weight" for linear in LINEARS):
+            scale = scale_of(plain[name])
+            wide = expanded(scale, plain[name].shape)
+            changed |= {name: (plain[name] / wide).to(torch.float8_e4m3fn), name + suffix: scale}
+            changed[name.replace("weight", "input_scale")] = torch.ones(1)
+            meant[name] = changed[name].float() * wide
+    edit_tensors(directory, changed)
+    return directory, meant
+
+
+def expanded(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`scale` over the blocks of a weight of `shape`."""
+    for dim in (0, 1) if scale.ndim == 2 else ():
+        scale = scale.repeat_interleave(-(-shape[dim] // scale.shape[dim]), dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+def by_block(weight: torch.Tensor, size: int = 24) -> torch.Tensor:
+    """A scale for each size x size block, the last ones smaller."""
+    return torch.stack([torch.stack([part.abs().max() / 448 for part in rows.split(size, 1)]) for rows in weight.split(size, 0)])
+
+
+SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tensor": lambda weight: (weight.abs().max() / 448).reshape(1),
+    "output": lambda weight: weight.abs().amax(1, keepdim=True) / 448,
+    "block": by_block,
+}
+
+
+@pytest.mark.parametrize("scaling", SCALES)
+def test_float8_weights_are_their_numbers_times_their_scale(tmp_path: Path, scaling: str) -> None:
+    directory, meant = float8_copy(tmp_path, SCALES[scaling], "_scale_inv" if scaling == "block" else "_scale")
+    loaded = load(directory)[0].tensors()
+    assert all(torch.equal(loaded[name], weight) for name, weight in meant.items())
+
+
+def test_float8_numbers_survive_bfloat16_and_are_multiplied_as_they_were_stored(tmp_path: Path) -> None:
+    """The scale by row goes with the weight; without it the numbers would be rounded to float8 a second time."""
+    directory, meant = float8_copy(tmp_path, SCALES["output"], "_scale")
+    model = Decoder(ModelConfig.from_dir(directory), TorchOps(), torch.bfloat16, CPU, Float8Quantizer())
+    load_weights(model, directory, lambda fraction: None)
+    ones = torch.eye(96, dtype=torch.bfloat16)
+    weight = meant["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(model.layers[1].down(ones).T, weight.bfloat16())
+
+
+def test_float8_without_its_scale_is_named(tmp_path: Path) -> None:
+    directory, _ = float8_copy(tmp_path, SCALES["tensor"], "_scale")
+    edit_tensors(directory, {DOWN + "_scale": None})
+    with pytest.raises(StartupError, match=rf"{DOWN} is in float8, but {DOWN}_scale and _scale_inv are not there"):
+        load(directory)
 
 
 def test_runner_refuses_what_it_cannot_hold() -> None:
