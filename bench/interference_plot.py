@@ -7,11 +7,14 @@ import matplotlib
 from interference_report import MAP_FIGURES, Results, map_ratios
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, LogLocator, NullLocator
 
 COLOURS = {"PD": "#2060a0", "colocated": "#c05020", "one node": "#c05020", "two nodes": "#808040"}
 DPI = 110
+DARK_LOG2 = 1.3  # of a ratio whose cell is too dark for black figures
 
 
 def draw(results: Results, out: Path) -> None:
@@ -41,6 +44,8 @@ def _trade_off(axes: Axes, results: Results) -> None:
             if kind != "PD":
                 axes.annotate(f"{row['chunk_tokens']}x{row['delay_steps']}", point, xytext=(4, 3), textcoords="offset points", fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="TTFT p50 of prompts (s)", ylabel="p99 ITL of streams (ms)", title="Sweep: chunk size x turn rule")
+    _plain_ticks(axes.xaxis)
+    _plain_ticks(axes.yaxis)
     axes.legend()
 
 
@@ -52,7 +57,15 @@ def _itl(axes: Axes, results: Results) -> None:
         seeds = [row for row in results["load_by_seed"] if row["system"] == name]
         axes.scatter([row["rate"] for row in seeds], [row["itl_ms_p99"] for row in seeds], s=10, color=COLOURS[name])
     axes.set(yscale="log", xlabel="prompts/s", ylabel="ITL of streams (ms)", title=f"PD and {results['baseline']}")
+    _plain_ticks(axes.yaxis)
     axes.legend()
+
+
+def _plain_ticks(axis: Axis) -> None:
+    """20, 50, 100 rather than powers, also where the axis spans less than a decade."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(math.inf, math.inf)))
+    axis.set_minor_locator(NullLocator())
 
 
 def _strain(axes: Axes, results: Results) -> None:
@@ -72,7 +85,8 @@ def _map(axes: Axes, ratios: dict[tuple[int, int], float | None], label: str) ->
     for y, prompt in enumerate(prompts):
         for x, output in enumerate(outputs):
             one = ratios.get((prompt, output))
-            axes.text(x, y, "-" if one is None else f"{one:.2f}", ha="center", va="center")
+            dark = one is not None and one > 0 and abs(math.log2(one)) > DARK_LOG2
+            axes.text(x, y, "-" if one is None else f"{one:.2f}", ha="center", va="center", color="white" if dark else "black")
     axes.set_xticks(range(len(outputs)), [str(output) for output in outputs])
     axes.set_yticks(range(len(prompts)), [str(prompt) for prompt in prompts])
     axes.set(xlabel="output tokens", ylabel="prompt tokens", title=label)
