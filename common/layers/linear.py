@@ -27,6 +27,11 @@ class WeightForm(Protocol):
 
 
 class Quantizer(Protocol):
+    """head: the Quantizer for the vocabulary's linear, which may be the embedding too; None: it stays as it is."""
+
+    @property
+    def head(self) -> "Quantizer | None": ...
+
     def quantise(self, weight: torch.Tensor, bias: torch.Tensor | None, row_scale: torch.Tensor | None) -> WeightForm | None:
         """The quantised form of weight [N, K]; it does not keep `weight`. None: this weight stays as it is.
 

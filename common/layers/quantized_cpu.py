@@ -329,11 +329,19 @@ def _panels(rows: torch.Tensor) -> torch.Tensor:
 
 
 class BlockQuantizer:
-    """Quantizer to blocks of `bits` bits, for bfloat16 on CPU. num_threads: the most one multiplication takes."""
+    """Quantizer to blocks of `bits` bits, for bfloat16 on CPU. num_threads: the most one multiplication takes.
 
-    def __init__(self, bits: int, num_threads: int) -> None:
+    The head always has eight: its errors go straight into the logits, and into the embeddings where it is tied to them. GGUF files
+    of four bits do the same (token_embd and output are Q8_0 or Q6_K).
+    """
+
+    def __init__(self, bits: int, num_threads: int, pool: ThreadPoolExecutor | None = None) -> None:
         self._bits, self._num_threads = bits, num_threads
-        self._pool = ThreadPoolExecutor(num_threads - 1, "linear") if num_threads > 1 else None
+        self._pool = ThreadPoolExecutor(num_threads - 1, "linear") if num_threads > 1 and pool is None else pool
+
+    @property
+    def head(self) -> "BlockQuantizer":
+        return self if self._bits == 8 else BlockQuantizer(8, self._num_threads, self._pool)
 
     def quantise(self, weight: torch.Tensor, bias: torch.Tensor | None, row_scale: torch.Tensor | None) -> BlockWeight | None:
         if weight.shape[1] % BLOCK:

@@ -47,6 +47,10 @@ class Float8Weight:
 
 
 class Float8Quantizer:
+    """The head stays in bfloat16, as in the checkpoints that are published in float8."""
+
+    head = None
+
     def quantise(self, weight: torch.Tensor, bias: torch.Tensor | None, row_scale: torch.Tensor | None) -> Float8Weight | None:
         if weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT:
             return None

@@ -40,7 +40,7 @@ class Decoder:
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [DecoderLayer(config, layer, dtype, device, quantizer) for layer in range(config.num_layers)]
         self.final_norm = NormWeight.empty(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.head = Linear(config.hidden_size, config.vocab_size, False, dtype, device, quantizer)
+        self.head = Linear(config.hidden_size, config.vocab_size, False, dtype, device, quantizer.head if quantizer is not None else None)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding  # what Linear allocated was never touched, so it never took memory
         self._norm_nbytes = sum(tensor.nbytes for name, tensor in self.tensors().items() if "norm" in name)
