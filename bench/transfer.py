@@ -195,7 +195,7 @@ PAGE_SIZE, NUM_PAGES = 16, 64
 
 
 def settings() -> TransferSettings:
-    return TransferSettings(compat=Compat("bench", "bfloat16", PAGE_SIZE, 30, 3, 64, PAGE_NBYTES, 8192, 49152))
+    return TransferSettings(compat=Compat("bench", "bfloat16", "bfloat16", PAGE_SIZE, 30, 3, 64, PAGE_NBYTES, 8192, 49152))
 
 
 def far_prefill(name: str, pipe: Connection) -> None:

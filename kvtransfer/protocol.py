@@ -27,7 +27,7 @@ from msgspec import Meta
 from common.errors import Failure
 from kvtransfer.backend import PageIds, PeerId
 
-VERSION = 2
+VERSION = 3
 CHECKSUM_NBYTES = 4  # little endian
 MAX_FRAME_NBYTES = 1 << 22  # a prompt of 16M tokens at 16 tokens a page
 
@@ -49,7 +49,8 @@ class Compat(msgspec.Struct, frozen=True):
     """What both nodes of a pair must have in common (R8)."""
 
     model: str  # fingerprint of the checkpoint
-    dtype: str
+    dtype: str  # of weights and activations
+    kv_cache_dtype: str  # of the pages
     page_size: int  # tokens
     num_layers: int
     num_kv_heads: int

@@ -27,12 +27,13 @@ class PageLayout(Protocol):
 
 
 def start_transfer(
-    config: NodeConfig, region: Region, layout: PageLayout, *, fingerprint: str, dtype: str, context_length: int, vocab_size: int
+    config: NodeConfig, region: Region, layout: PageLayout, *, fingerprint: str, dtype: str, kv_cache_dtype: str, context_length: int, vocab_size: int
 ) -> tuple[TransferSettings, TransferBackend]:
     """The configured backend with the pool registered. Raises StartupError."""
     compat = Compat(
         model=fingerprint,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         page_size=layout.page_size,
         num_layers=layout.num_layers,
         num_kv_heads=layout.num_kv_heads,

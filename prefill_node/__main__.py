@@ -20,7 +20,7 @@ def main(payload: bytes, reporter: Reporter) -> None:
     engine = start_engine(config, addresses, reporter)
     pool = engine.runner.kv
     region = Region(pool.base_address, pool.num_pages, pool.page_nbytes, str(engine.runner.device), pool, pool.shared_fd)
-    facts = {"fingerprint": engine.fingerprint, "dtype": engine.dtype}
+    facts = {"fingerprint": engine.fingerprint, "dtype": engine.dtype, "kv_cache_dtype": engine.kv_cache_dtype}
     settings, backend = start_transfer(
         config, region, pool.layout, context_length=engine.runner.context_length, vocab_size=engine.runner.model_config.vocab_size, **facts
     )

@@ -20,7 +20,7 @@ from router.connection import Address
 
 Leg = Literal["prefill", "decode"]
 
-AGREED_FACTS = ("fingerprint", "dtype", "page_size", "protocol_version", "context_length", "transfer_backend", "cluster_key_id")
+AGREED_FACTS = ("fingerprint", "dtype", "kv_cache_dtype", "page_size", "protocol_version", "context_length", "transfer_backend", "cluster_key_id")
 FITS_ALL = {"transfer_backend": "auto"}  # a value that agrees with every other; whether two do have a common way, their own Hello says
 
 
@@ -32,6 +32,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     incarnation: int | str | None = None
     fingerprint: str | None = None
     dtype: str | None = None
+    kv_cache_dtype: str | None = None
     page_size: int | None = None
     protocol_version: int | str | None = None
     context_length: int | None = None  # tokens

@@ -24,6 +24,7 @@ from common.engine.memory import free_nbytes
 from common.engine.rows import DeviceRows, to_device
 from common.errors import StartupError
 from common.kvcache.layout import KVLayout, KVPool
+from common.layers.quantizer import make_quantizer
 from common.layers.rope import RopeTable
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder
@@ -98,7 +99,8 @@ class ModelRunner:
         self._progress = progress
         budget_nbytes = int(free_nbytes(self.device) * mem_fraction)
         kind = resolve_attention(attention_backend, self.device)
-        self.model = Decoder(self.model_config, make_ops(kind, self.model_config, self.dtype), self.dtype, self.device)
+        quantizer = make_quantizer(quantization, self.model_config, self.dtype, self.device, threads)
+        self.model = Decoder(self.model_config, make_ops(kind, self.model_config, self.dtype), self.dtype, self.device, quantizer)
         load_weights(self.model, model_dir, lambda fraction: progress("loading weights", fraction))
         self.kv = self._make_pool(page_size, num_pages, budget_nbytes, shared_kv)
         max_pages = -(-self.context_length // page_size) + 1

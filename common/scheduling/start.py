@@ -45,6 +45,10 @@ class Engine:
         return str(self.runner.dtype).removeprefix("torch.")
 
     @property
+    def kv_cache_dtype(self) -> str:
+        return str(self.runner.kv_dtype).removeprefix("torch.")
+
+    @property
     def max_total_tokens(self) -> int:
         return (self.runner.kv.num_pages - 1) * self.runner.kv.page_size
 

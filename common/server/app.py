@@ -123,6 +123,8 @@ def _add_information(app: FastAPI, config: NodeConfig, facts: NodeFacts, health:
             "phase": health.phase.value,
             "fingerprint": health.facts.get("fingerprint"),
             "dtype": health.facts.get("dtype"),
+            "kv_cache_dtype": health.facts.get("kv_cache_dtype"),
+            "quantization": config.quantization,
             "page_size": config.page_size,
             "context_length": facts.context_length,
             "max_total_tokens": health.facts.get("max_total_tokens"),

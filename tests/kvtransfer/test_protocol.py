@@ -130,6 +130,7 @@ def test_values_out_of_bounds_are_refused_at_the_wire(bad: dict[str, Any]) -> No
 DIFFERENT: dict[str, Any] = {
     "model": "model-b",
     "dtype": "bfloat16",
+    "kv_cache_dtype": "bfloat16",
     "page_size": 32,
     "num_layers": 3,
     "num_kv_heads": 2,

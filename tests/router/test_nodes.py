@@ -169,6 +169,7 @@ async def test_nodes_that_disagree_are_no_pair(fact: str) -> None:
         ({"cluster_key_id": "0123abcd"}, {"cluster_key_id": "0123abcd"}, None),
         ({"cluster_key_id": "0123abcd"}, {"cluster_key_id": "none"}, "cluster_key_id is 0123abcd on http://p0:1 and none on http://d0:1"),
         ({"dtype": "auto"}, {"dtype": "float32"}, "dtype is auto on http://p0:1 and float32 on http://d0:1"),  # fits all only as a backend
+        ({"kv_cache_dtype": "float32"}, {"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is float32 on http://p0:1 and bfloat16 on http://d0:1"),
         ({}, {"transfer_backend": "nixl", "cluster_key_id": "0123abcd"}, None),  # SGLang reports neither
         ({"transfer_backend": "nixl", "cluster_key_id": "0123abcd"}, {}, None),
     ],

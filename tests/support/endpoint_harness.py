@@ -31,7 +31,8 @@ EVENT_TIMEOUT_S = 20.0
 
 def compat(**changes: Any) -> Compat:
     fields = {
-        "model": "model-a", "dtype": "float32", "page_size": PAGE_SIZE, "num_layers": 2, "num_kv_heads": 1, "head_dim": 8,
+        "model": "model-a", "dtype": "float32", "kv_cache_dtype": "float32", "page_size": PAGE_SIZE, "num_layers": 2, "num_kv_heads": 1,
+        "head_dim": 8,
         "page_nbytes": PAGE_NBYTES, "context_length": 128, "vocab_size": 1000,
     }  # fmt: skip
     return Compat(**{**fields, **changes})

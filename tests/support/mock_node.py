@@ -18,8 +18,8 @@ DONE = b"data: [DONE]\n\n"
 STREAM = b"".join(EVENTS) + DONE
 WHOLE = b'{"object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":"012"}}],"usage":{"x":1.50}}'
 INFO = {
-    "served_model_name": "tiny", "fingerprint": "f", "dtype": "float32", "page_size": 16, "protocol_version": 1, "context_length": 256,
-    "transfer_backend": "tcp", "cluster_key_id": "none",
+    "served_model_name": "tiny", "fingerprint": "f", "dtype": "float32", "kv_cache_dtype": "float32", "page_size": 16, "protocol_version": 1,
+    "context_length": 256, "transfer_backend": "tcp", "cluster_key_id": "none",
 }  # fmt: skip
 
 

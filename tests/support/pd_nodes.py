@@ -51,7 +51,7 @@ class PdNodes:
         if runner is None:
             runner = FakeRunner(options.setdefault("num_pages", 64), page_size, late=options.pop("late", 1))
         region = fake_region(runner) if isinstance(runner, FakeRunner) else model_region(runner)
-        compat = Compat("model", "dtype", page_size, 1, 1, 1, region.page_nbytes, options.get("context_length", 256), 1 << 20)
+        compat = Compat("model", "dtype", "dtype", page_size, 1, 1, 1, region.page_nbytes, options.get("context_length", 256), 1 << 20)
         backend.register(region)
         settings = TransferSettings(compat=compat, region=region, post_tokens=options.pop("post_tokens", 1), peer_timeout_s=peer_timeout_s)
         endpoint = PrefillEndpoint(settings, backend, "127.0.0.1", 0) if role == "prefill" else DecodeEndpoint(settings, backend)

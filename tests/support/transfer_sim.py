@@ -28,7 +28,7 @@ from kvtransfer.settings import TransferSettings
 
 PAGE_SIZE, PAGE_NBYTES, NUM_PAGES = 4, 16, 64
 UNIX_OFFSET_S = 1e9  # simulated unix time runs so far ahead of the simulated monotonic clock
-COMPAT = Compat("model-a", "float32", PAGE_SIZE, 2, 1, 8, PAGE_NBYTES, 128, 1 << 20)
+COMPAT = Compat("model-a", "float32", "float32", PAGE_SIZE, 2, 1, 8, PAGE_NBYTES, 128, 1 << 20)
 SETTINGS = TransferSettings(compat=COMPAT, max_rooms=64)
 
 _incarnations = itertools.count()
