@@ -25,6 +25,7 @@ import os
 import platform
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -53,7 +54,8 @@ PD = System("PD")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much of everything. load_fractions: rates, as fractions of what a prefill node can take. map_prompts: length -> how many arrive."""
+    """How much of everything. sweep_fraction, load_fractions: rates, as fractions of what a prefill node can take. A cell of the map has as many
+    requests as arrive in map_window_s, but no fewer than the first and no more than the second of map_requests."""
 
     sweep: tuple[System, ...]
     sweep_fraction: float
@@ -62,24 +64,29 @@ class Plan:
     load_window_s: float
     seeds: int
     lone_requests: int
-    map_prompts: dict[int, int]
+    map_prompt_tokens: tuple[int, ...]
     map_output_tokens: tuple[int, ...]
+    map_window_s: float
+    map_requests: tuple[int, int]
 
 
 FULL = Plan(
     sweep=tuple(
-        [System("one node", chunk, delay) for delay in (1, 4) for chunk in (32, 64, 128, 256, 512, 1024)]
-        + [System("two nodes", chunk, 1) for chunk in (32, 64, 128, 256, 512)]
-        + [System("two nodes", chunk, 4) for chunk in (32, 128)]
+        [System("one node", chunk, 1) for chunk in (32, 64, 128, 256, 512, 1024)]
+        + [System("one node", chunk, 4) for chunk in (32, 64, 128, 256)]  # four chunks in a row: as far apart as with one of four times the size
+        + [System("two nodes", chunk, 1) for chunk in (32, 64, 128, 256)]
+        + [System("two nodes", chunk, 4) for chunk in (32, 64)]
     ),
     sweep_fraction=0.7,
     sweep_window_s=8.0,
     load_fractions=(0.4, 0.6, 0.8, 1.0),
-    load_window_s=12.0,
+    load_window_s=10.0,
     seeds=3,
     lone_requests=2,
-    map_prompts={128: 24, 512: 10, 2048: 4},
+    map_prompt_tokens=(128, 512, 2048),
     map_output_tokens=(16, 64, 256),
+    map_window_s=10.0,
+    map_requests=(4, 24),
 )
 QUICK = Plan(
     sweep=(System("one node", 64, 1), System("one node", 256, 1), System("two nodes", 64, 1)),
@@ -89,8 +96,10 @@ QUICK = Plan(
     load_window_s=9.0,
     seeds=1,
     lone_requests=1,
-    map_prompts={128: 12, 512: 5},
+    map_prompt_tokens=(128, 512),
     map_output_tokens=(16, 128),
+    map_window_s=6.0,
+    map_requests=(4, 12),
 )
 
 
@@ -103,6 +112,7 @@ class Bench:
     results: dict[str, Any]
 
     async def run(self) -> None:
+        started_s = time.monotonic()
         limits, lone_s, streams_per_s = await self.references()
         baseline = await self.sweep(limits, lone_s)
         async with self.up(PD) as pd_urls, self.up(baseline) as baseline_urls:
@@ -110,6 +120,7 @@ class Bench:
             await self.lone("colocated", baseline_urls)
             await self.load(limits, lone_s, both)
             await self.map(lone_s, streams_per_s, both)
+        self.keep("took_s", time.monotonic() - started_s)
 
     @asynccontextmanager
     async def up(self, system: System) -> AsyncIterator[list[str]]:
@@ -133,7 +144,7 @@ class Bench:
         return limits, lone_s, len(gaps_s) / alone.window_s
 
     async def lone(self, name: str, urls: Sequence[str]) -> dict[int, float]:
-        lengths = sorted({*self.plan.map_prompts, PROMPT_TOKENS})
+        lengths = sorted({*self.plan.map_prompt_tokens, PROMPT_TOKENS})
         taken = {}
         for length in lengths:
             workloads = [Workload(0, length, OUTPUT_TOKENS, 1, 0.0, seed=100 + turn) for turn in range(self.plan.lone_requests)]
@@ -187,10 +198,11 @@ class Bench:
     # ---- map ----------------------------------------------------------------------------------------------------------
 
     async def map(self, lone_s: dict[int, float], streams_per_s: float, both: dict[str, list[str]]) -> None:
-        cells = [(prompt, output) for prompt in self.plan.map_prompts for output in self.plan.map_output_tokens]
+        cells = [(prompt, output) for prompt in self.plan.map_prompt_tokens for output in self.plan.map_output_tokens]
+        fewest, most = self.plan.map_requests
         for turn, (prompt_tokens, output_tokens) in enumerate(cells):
-            num_prompts = self.plan.map_prompts[prompt_tokens]
             rate = MAP_LOAD * min(1 / lone_s[prompt_tokens], streams_per_s / output_tokens)
+            num_prompts = max(fewest, min(most, round(rate * self.plan.map_window_s)))
             workload = Workload(0, prompt_tokens, output_tokens, num_prompts, num_prompts / rate, seed=5000 + turn)
             for name in _in_turn(both, turn):
                 taken = _plain(figures([await run(both[name], workload)]))
@@ -247,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="as for `pdserve up` (default: demo)")
     parser.add_argument("--out", type=Path, help="directory for interference.json, interference.png, interference_map.png")
-    parser.add_argument("--quick", action="store_true", help="fewer of everything: 3 minutes, not 15; says whether it works, and little more")
+    parser.add_argument("--quick", action="store_true", help="fewer of everything, in a fifth of the time; says whether it works, and little more")
     parser.add_argument("--cores", default="0,1", help="the two cores (default: 0,1)")
     report_help = "measure nothing; print the tables of an earlier run as markdown, and draw it anew into --out"
     parser.add_argument("--report", type=Path, metavar="JSON", help=report_help)

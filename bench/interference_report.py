@@ -55,8 +55,9 @@ def load_ratios(results: Results, figure: str) -> dict[float, list[float]]:
 def _machine(results: Results) -> list[str]:
     of = results["machine"]
     quick = "; **a quick run: one seed, short windows**" if of["quick"] else ""
+    took = f"; {results['took_s'] / 60:.0f} minutes" if "took_s" in results else ""
     where = f"{of['num_cores']} cores of {of['cpu']}, load average before the run {of['load_average_before']:.1f}"
-    return [f"{of['date']}; {where}; Python {of['python']}, torch {of['torch']}; {of['model']}, bfloat16{quick}."]
+    return [f"{of['date']}; {where}; Python {of['python']}, torch {of['torch']}; {of['model']}, bfloat16{took}{quick}."]
 
 
 def _lone(results: Results) -> list[str]:
