@@ -1,11 +1,23 @@
 """What can be said of a node's settings before its model is fetched: a sentence at once, and not after minutes of loading."""
 
+import os
 import socket
 
 from common.cluster import check_port_free
 from common.cluster_key import cluster_key
 from common.config import NodeConfig
 from common.errors import StartupError
+
+
+# what runs on one device only: (field, value) -> device; common/attention/factory.py and common/layers/quantizer.py know more of them
+ONLY_ON = {
+    ("attention_backend", "numba"): "cpu",
+    ("attention_backend", "triton"): "cuda",
+    ("attention_backend", "flashinfer"): "cuda",
+    ("quantization", "int8"): "cpu",
+    ("quantization", "int4"): "cpu",
+    ("quantization", "fp8"): "cuda",
+}
 
 
 def check_node(config: NodeConfig) -> None:
@@ -25,6 +37,11 @@ def check_node(config: NodeConfig) -> None:
     if config.preemption_mode == "swap" and config.swap_space == 0:
         raise StartupError("--preemption-mode swap needs --swap-space; give it some, or choose recompute")
     cluster_key(config)
+    for (field, value), device in ONLY_ON.items():
+        interpreted = value == "triton" and os.environ.get("TRITON_INTERPRET") == "1"  # a test of its kernels
+        if getattr(config, field) == value and config.device != device and not interpreted:
+            flag = f"--{field.replace('_', '-')} {value}"
+            raise StartupError(f"{flag} runs on --device {device} only, this node has --device {config.device}; leave {flag} out")
 
 
 def _check_resolves(host: str) -> None:

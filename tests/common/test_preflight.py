@@ -52,3 +52,22 @@ def test_swap_without_space() -> None:
 def test_the_longest_peer_timeout_fits_hello() -> None:
     (field,) = [field for field in msgspec.structs.fields(HelloBody) if field.name == "peer_timeout_s"]
     assert field.type.__metadata__[0].le == MAX_PEER_TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer runs on --device cuda only, this node has --device cpu"),
+        ({"attention_backend": "numba", "device": "cuda"}, "--attention-backend numba runs on --device cpu only"),
+        ({"quantization": "fp8"}, "--quantization fp8 runs on --device cuda only"),
+        ({"quantization": "int4", "device": "cuda"}, "--quantization int4 runs on --device cpu only"),
+    ],
+)
+def test_what_one_device_alone_has(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(StartupError, match=sentence):
+        check_node(config(**flags))
+
+
+@pytest.mark.parametrize("flags", [{"attention_backend": "torch", "device": "cuda"}, {"quantization": "int8"}, {"quantization": "fp8", "device": "cuda"}])
+def test_what_the_device_has(flags: dict[str, Any]) -> None:
+    check_node(config(**flags))
