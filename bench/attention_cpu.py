@@ -65,11 +65,12 @@ def measure(shape: Shape, batch_size: int, context: int) -> tuple[float, float]:
     pool = as_array(KVPool(layout, page_table.size, torch.device("cpu")).tensor.normal_())
     q = as_array(torch.randn(batch_size, shape.heads, shape.head_dim).to(shape.dtype))
     out, context_lens = np.empty_like(q), np.full(batch_size, context, np.int32)
+    rows = np.arange(batch_size, dtype=np.int32)
     layer_of_pool = pool.reshape(num_layers, -1)
     copied = np.empty_like(layer_of_pool[0])
 
     def attend(layer: int) -> None:
-        paged_decode_attention(q, pool, layer, page_table, context_lens, 0, shape.head_dim**-0.5, out)
+        paged_decode_attention(q, pool, layer, page_table, rows, rows, context_lens, 0, shape.head_dim**-0.5, 0.0, out)
 
     def copy(layer: int) -> None:
         np.copyto(copied, layer_of_pool[layer])

@@ -2,12 +2,13 @@
 
 The softmax runs online, a tile of TILE positions at a time, so that exponentials are vectors and sums are rescaled once a tile:
 
-    scores = q K^T of the tile;  largest' = max(largest, scores);  decay = 2^(largest - largest')
-    weights = 2^(scores - largest');  total = total * decay + sum(weights);  out = out * decay + weights V
+    scores = q K^T of the tile;  largest' = max(largest, scores);  decay = e(largest) / e(largest')
+    weights = e(scores) / e(largest');  total = total * decay + sum(weights);  out = out * decay + weights V
 
-Everything in float32, log2(e) folded into q. Dao et al. 2022 (FlashAttention) name the recurrence, Kwon et al. 2023 the pages.
-Pages are scattered, so a processor that fetches ahead by itself stops at each: the next tile's lines are asked for explicitly, which
-took a third off the time of 8 x 1024 tokens.
+with e(score) = 2^(log2(e) * score * scale), or of soft_cap * tanh(score * scale / soft_cap). Sums are float32, and so are q, K and V but
+where the processor multiplies bfloat16 (vectors.py, PAIRS): there q K^T has factors as they are stored, which is as exact. Dao et al.
+2022 (FlashAttention) name the recurrence, Kwon et al. 2023 the pages. Pages are scattered, so a processor that fetches ahead by itself
+stops at each: the next tile's lines are asked for explicitly, which took a third off the time of 8 x 1024 tokens.
 A head's width is padded to whole vectors; where that changes it, the tile is first copied to padded rows.
 """
 
@@ -15,53 +16,75 @@ from typing import Any
 
 import numpy as np
 
-from common.layers.vectors import LANES, TILE, accumulate, exp2, inner, kernel, narrow, score, widen
+from common.layers.vectors import LANES, STRIP, TILE, accumulate, exp2, factor, inner, kernel, narrow, score, tanh, zero_factor
 
-LOG2_E = 1.4426950408889634
-STRIP = 4  # query heads whose sums stay in registers together
-
-
-@inner
-def _locate(pages: Any, first: int, count: int, page_stride: int, head_begin: int, page_size: int, head_dim: int, rows: Any) -> None:
-    """Where K of positions [first, first + count) begins in the pool -> rows; the last is repeated thrice, score() works in fours."""
-    for i in range(count):
-        position = np.uint64(first + i)
-        page, offset = position // np.uint64(page_size), position % np.uint64(page_size)
-        rows[i] = pages[page] * page_stride + head_begin + np.int64(offset) * head_dim
-    for i in range(count, count + 3):
-        rows[i] = rows[count - 1]
+LOG2_E = np.float32(1.4426950408889634)
+SPARE = 3  # score() works in fours
 
 
 @inner
-def _pad(memory: Any, rows: Any, count: int, v_begin: int, head_dim: int, padded: Any, width: int) -> None:
-    """Copy the tile's K rows, then its V rows, to `padded` at a stride of `width`; rows then point there."""
+def locate(pages: Any, first: int, count: int, page_stride: int, head_begin: int, page_size: int, head_dim: int, places: Any, spare: int) -> None:
+    """Where K of positions [first, first + count) begins in the pool -> places; the last is repeated `spare` times, for what works in blocks."""
+    page, offset = first // page_size, first % page_size
+    done = 0
+    while done < count:
+        begin = np.int64(pages[page]) * page_stride + head_begin + offset * head_dim
+        num_here = min(page_size - offset, count - done)
+        for i in range(num_here):
+            places[done + i] = begin + i * head_dim
+        done += num_here
+        page, offset = page + 1, 0
+    for i in range(count, count + spare):
+        places[i] = places[count - 1]
+
+
+@inner
+def pad(memory: Any, places: Any, count: int, spare: int, v_begin: int, head_dim: int, padded: Any, width: int, tile: int) -> None:
+    """Copy the tile's K rows, then its V rows, to `padded` at a stride of `width`; places then point there."""
     for i in range(count):
         for j in range(head_dim):
-            padded[i * width + j] = memory[rows[i] + j]
-            padded[(TILE + i) * width + j] = memory[rows[i] + v_begin + j]
-    for i in range(count + 3):
-        rows[i] = min(i, count - 1) * width
+            padded[i * width + j] = memory[places[i] + j]
+            padded[(tile + i) * width + j] = memory[places[i] + v_begin + j]
+    for i in range(count + spare):
+        places[i] = min(i, count - 1) * width
 
 
 @inner
-def _weigh(scores: Any, count: int, largest: Any, decay: Any, total: Any) -> None:
-    """scores [n, TILE] become weights below largest [n]; total [n], that was weighed below decay's exponent, takes their sum."""
+def exponent(score: Any, scale: Any, soft_cap: Any) -> Any:
+    """log2 of what a score weighs. soft_cap 0: none."""
+    if soft_cap == np.float32(0.0):
+        return score * scale * LOG2_E
+    return soft_cap * tanh(score * scale / soft_cap) * LOG2_E
+
+
+@inner
+def _weigh(scores: Any, count: int, scale: Any, soft_cap: Any, largest: Any, decay: Any, total: Any) -> None:
+    """scores [n, TILE] become weights below largest [n]. decay [n]: the largest of the tiles before -> by how much their weights shrink;
+    total [n] shrinks so and takes the tile's sum."""
     for g in range(len(largest)):
-        added = np.float32(0.0)
-        for i in range(count):
-            weight = exp2(scores[g, i] - largest[g])
-            scores[g, i] = weight
-            added += weight
+        top, added = exponent(largest[g], scale, soft_cap), np.float32(0.0)
+        if soft_cap == np.float32(0.0):
+            for i in range(count):
+                weight = exp2(scores[g, i] * (scale * LOG2_E) - top)
+                scores[g, i] = weight
+                added += weight
+        else:
+            for i in range(count):
+                weight = exp2(exponent(scores[g, i], scale, soft_cap) - top)
+                scores[g, i] = weight
+                added += weight
+        decay[g] = exp2(exponent(decay[g], scale, soft_cap) - top)
         total[g] = total[g] * decay[g] + added
 
 
 @inner
 def _attend_tile(
-    q: Any, memory: Any, rows: Any, count: int, v_begin: int, next_rows: Any, scores: Any, largest: Any, decay: Any, total: Any, acc: Any
-) -> None:
+    q: Any, memory: Any, rows: Any, count: int, v_begin: int, next_rows: Any, scale: Any, soft_cap: Any,
+    scores: Any, largest: Any, decay: Any, total: Any, acc: Any,
+) -> None:  # fmt: skip
     """Fold the tile's `count` positions into the heads of one strip: largest, total [n], acc [n, width].
 
-    q: float32 [n, width]. K of position i is memory[rows[i] : rows[i] + width], V lies v_begin further.
+    q: [n, width], in the type of zero_factor(). K of position i is memory[rows[i] : rows[i] + width], V lies v_begin further.
     next_rows: where the next tile's K begins. scores [n, TILE], decay [n]: scratch.
     """
     num, width = q.shape
@@ -75,9 +98,7 @@ def _attend_tile(
         score(2, q, width, memory, rows, count, scores, largest, next_rows, v_begin)
     else:
         score(1, q, width, memory, rows, count, scores, largest, next_rows, v_begin)
-    for g in range(num):
-        decay[g] = exp2(decay[g] - largest[g])
-    _weigh(scores, count, largest, decay, total)
+    _weigh(scores, count, scale, soft_cap, largest, decay, total)
     if num == 4:
         accumulate(4, scores, memory, rows, count, v_begin, width, decay, acc)
     elif num == 3:
@@ -89,53 +110,60 @@ def _attend_tile(
 
 
 @kernel
-def paged_decode_attention(q: Any, pool: Any, layer: int, page_table: Any, context_lens: Any, window: int, scale: float, out: Any) -> None:
-    """q [B, H, D] -> out [B, H, D], over the last `window` (0: all) of each row's context_lens [B] tokens; a row without any gets zeros.
+def paged_decode_attention(
+    q: Any, pool: Any, layer: int, page_table: Any, tokens: Any, rows: Any, context_lens: Any, window: int, scale: float, soft_cap: float, out: Any
+) -> None:
+    """q [T, H, D] -> out [T, H, D] at tokens [B], each over the last `window` (0: all) of context_lens [B] tokens of its row [B] of
+    page_table [R, max_pages]; a token without any gets zeros. soft_cap 0: none.
 
-    pool [page, KV, layer, 2, page_size, D]. page_table int32 [B, max_pages]. All arrays contiguous.
+    pool [page, KV, layer, 2, page_size, D]. Indices and lengths: int32. All arrays contiguous.
     """
-    num_rows, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     _, num_kv_heads, num_layers, _, page_size, _ = pool.shape
     group = num_heads // num_kv_heads
     width = (head_dim + LANES - 1) // LANES * LANES
     layer_stride = 2 * page_size * head_dim
     head_stride = num_layers * layer_stride
     page_stride = num_kv_heads * head_stride
-    factor = np.float32(scale * LOG2_E)
+    scale_, soft_cap_ = np.float32(scale), np.float32(soft_cap)
     memory = pool.reshape(-1)
-    wide_q, acc = np.zeros((group, width), np.float32), np.empty((group, width), np.float32)
+    factors, acc = np.full((group, width), zero_factor(q, memory)), np.empty((group, width), np.float32)
     scores, sums = np.empty((STRIP, TILE), np.float32), np.empty((3, group), np.float32)
     largest, decay, total = sums[0], sums[1], sums[2]
-    rows, next_rows = np.zeros(TILE + 3, np.int64), np.zeros(TILE + 3, np.int64)
+    places, next_places = np.zeros(TILE + SPARE, np.int64), np.zeros(TILE + SPARE, np.int64)
     padded = np.zeros(2 * TILE * width if width != head_dim else 0, pool.dtype)
-    for row in range(num_rows):
-        context: Any = np.int64(context_lens[row])
+    for n in range(len(tokens)):
+        token, pages = tokens[n], page_table[rows[n]]
+        context: Any = np.int64(context_lens[n])
         first = max(0, context - window) if window > 0 else 0
         for kv_head in range(num_kv_heads):
-            heads = q[row, kv_head * group : (kv_head + 1) * group]
+            heads = q[token, kv_head * group : (kv_head + 1) * group]
             for g in range(group):
                 largest[g], total[g] = -np.inf, 0.0
                 for i in range(width):
                     acc[g, i] = 0.0
                 for i in range(head_dim):
-                    wide_q[g, i] = widen(heads[g, i]) * factor
+                    factors[g, i] = factor(heads[g, i], factors[g, i])
             for tile in range(first, context, TILE):
                 count = min(TILE, context - tile)
-                rows, next_rows = next_rows, rows
+                places, next_places = next_places, places
                 if kv_head == 0 and tile == first:
-                    _locate(page_table[row], tile, count, page_stride, layer * layer_stride, page_size, head_dim, rows)
+                    locate(pages, tile, count, page_stride, layer * layer_stride, page_size, head_dim, places, SPARE)
                 next_head, next_tile = (kv_head, tile + TILE) if tile + TILE < context else (kv_head + 1, first)
                 if next_head < num_kv_heads:
                     num_next, head_begin = min(TILE, context - next_tile), next_head * head_stride + layer * layer_stride
-                    _locate(page_table[row], next_tile, num_next, page_stride, head_begin, page_size, head_dim, next_rows)
+                    locate(pages, next_tile, num_next, page_stride, head_begin, page_size, head_dim, next_places, SPARE)
                 source, v_begin = memory, page_size * head_dim
                 if width != head_dim:
-                    _pad(memory, rows, count, v_begin, head_dim, padded, width)
+                    pad(memory, places, count, SPARE, v_begin, head_dim, padded, width, TILE)
                     source, v_begin = padded, TILE * width
                 for g in range(0, group, STRIP):
                     s = slice(g, min(g + STRIP, group))
-                    _attend_tile(wide_q[s], source, rows, count, v_begin, next_rows, scores, largest[s], decay[s], total[s], acc[s])
+                    _attend_tile(
+                        factors[s], source, places, count, v_begin, next_places, scale_, soft_cap_,
+                        scores, largest[s], decay[s], total[s], acc[s],
+                    )  # fmt: skip
             for g in range(group):
                 inverse = np.float32(1.0) / total[g] if context > 0 else np.float32(0.0)
                 for i in range(head_dim):
-                    out[row, kv_head * group + g, i] = narrow(acc[g, i] * inverse, out[row, 0, i])
+                    out[token, kv_head * group + g, i] = narrow(acc[g, i] * inverse, out[token, 0, i])

@@ -22,15 +22,15 @@ class Reused:
     At one row a decode step makes some three hundred small tensors; allocating them and viewing them as arrays took 3 % of it.
     """
 
-    def __init__(self, tail: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._tail, self._dtype = tail, dtype
-        self._all = torch.empty(0, *tail, dtype=dtype)
+    def __init__(self, *tail: int) -> None:
+        self._tail = tail
+        self._all = torch.empty(0, *tail)
         self._rows = (self._all, as_array(self._all))
 
-    def rows(self, num_rows: int) -> tuple[torch.Tensor, Array]:
+    def rows(self, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, Array]:
         """The first `num_rows`, in both views."""
-        if num_rows != len(self._rows[0]):
-            if num_rows > len(self._all):
-                self._all = torch.empty(num_rows, *self._tail, dtype=self._dtype)
+        if num_rows != len(self._rows[0]) or dtype != self._all.dtype:
+            if num_rows > len(self._all) or dtype != self._all.dtype:
+                self._all = torch.empty(num_rows, *self._tail, dtype=dtype)
             self._rows = (self._all[:num_rows], as_array(self._all[:num_rows]))
         return self._rows

@@ -89,4 +89,4 @@ def rope_scatter(
             _turn(qkv[t, k_begin : k_begin + head_dim], k_norm_weight, eps, c, s, pool[page, head, layer, 0, offset])
             v = pool[page, head, layer, 1, offset]
             for i in range(head_dim):
-                v[i] = qkv[t, v_begin + i]
+                v[i] = narrow(widen(qkv[t, v_begin + i]), v[i])

@@ -59,8 +59,10 @@ class Rows:
 
     def run(self, window: int = 0) -> torch.Tensor:
         out = torch.full_like(self.q, torch.nan)
-        scale = self.shape.head_dim**-0.5
-        paged_decode_attention(as_array(self.q), as_array(self.pool), LAYER, self.page_table, self.context_lens, window, scale, as_array(out))
+        scale, rows = self.shape.head_dim**-0.5, np.arange(len(out), dtype=np.int32)
+        paged_decode_attention(
+            as_array(self.q), as_array(self.pool), LAYER, self.page_table, rows, rows, self.context_lens, window, scale, 0.0, as_array(out)
+        )
         return out
 
     def expected(self, window: int = 0) -> torch.Tensor:
