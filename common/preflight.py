@@ -8,7 +8,6 @@ from common.cluster_key import cluster_key
 from common.config import NodeConfig
 from common.errors import StartupError
 
-
 # what runs on one device only: (field, value) -> device; common/attention/factory.py and common/layers/quantizer.py know more of them
 ONLY_ON = {
     ("attention_backend", "numba"): "cpu",

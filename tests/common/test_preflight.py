@@ -68,6 +68,9 @@ def test_what_one_device_alone_has(flags: dict[str, Any], sentence: str) -> None
         check_node(config(**flags))
 
 
-@pytest.mark.parametrize("flags", [{"attention_backend": "torch", "device": "cuda"}, {"quantization": "int8"}, {"quantization": "fp8", "device": "cuda"}])
+FITTING = [{"attention_backend": "torch", "device": "cuda"}, {"quantization": "int8"}, {"quantization": "fp8", "device": "cuda"}]
+
+
+@pytest.mark.parametrize("flags", FITTING)
 def test_what_the_device_has(flags: dict[str, Any]) -> None:
     check_node(config(**flags))
