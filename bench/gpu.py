@@ -40,12 +40,13 @@ def main() -> int:
 
 
 def measured(options: argparse.Namespace) -> Iterator[Result]:
+    pair, engine = (gpu_pair.SMALL, gpu_engine.SMALL) if options.tiny else (gpu_pair.FULL, gpu_engine.FULL)
     if "nixl" in options.parts:  # first: the others leave little memory free
-        yield from gpu_pair.transfer_results(options.device, gpu_pair.SMALL if options.tiny else gpu_pair.FULL, rounds=2 if options.tiny else 10)
+        yield from gpu_pair.transfer_results(pair, options.device)
     if "pair" in options.parts:
-        yield from gpu_pair.pair_results(options.device, options.model)
+        yield from gpu_pair.pair_results(pair, options.device, options.model)
     if "engine" in options.parts:
-        yield from gpu_engine.engine_results(gpu_engine.SMALL if options.tiny else gpu_engine.FULL, options.device, options.attention_backend)
+        yield from gpu_engine.engine_results(engine, options.device, options.attention_backend)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,12 @@ class Plan:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
+    num_pages: int | None = None  # of the pool; None: what the device's memory holds
     rounds: int = 5
 
 
 FULL = Plan(LLAMA_3_8B, 4 << 30, 8192, (64, 128, 256), (1024, 4096), (2048, 8192))
-SMALL = Plan(TINY, 1 << 20, 128, (2, 3), (16, 40), (32, 64), rounds=2)
+SMALL = Plan(TINY, 1 << 20, 128, (2, 3), (16, 40), (32, 64), num_pages=16, rounds=2)
 
 
 def engine_results(plan: Plan, device: Device, attention_backend: AttentionName) -> Iterator[Result]:
@@ -101,18 +102,15 @@ def synchronize(device: Device) -> None:
 
 def random_runner(plan: Plan, device: Device, attention_backend: AttentionName) -> ModelRunner:
     """An engine on a model that is nowhere on disk but for its config.json, warmed up."""
-    pages = None
-    if device == "cpu":  # where a share of the memory would be more than is asked for
-        pages = 2 + max(max(plan.batches) * (-(-(max(plan.contexts) + STEPS) // PAGE_SIZE)), -(-max(plan.chunks) // PAGE_SIZE))
-    else:
-        torch.cuda.empty_cache()  # what was copied and multiplied here is no longer needed
+    if device == "cuda":
+        torch.cuda.empty_cache()  # of what was copied and multiplied
     with tempfile.TemporaryDirectory() as directory, mock.patch("common.engine.runner.load_weights", random_weights):
         (Path(directory) / "config.json").write_text(json.dumps(plan.model))
         runner = ModelRunner(
             Path(directory),
             device=device,
             page_size=PAGE_SIZE,
-            num_pages=pages,
+            num_pages=plan.num_pages,
             mem_fraction=0.93,  # the rest holds a prompt's activations and what graphs and libraries take
             max_running_requests=max(plan.batches),
             attention_backend=attention_backend,

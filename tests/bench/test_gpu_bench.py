@@ -1,11 +1,13 @@
 """The yardsticks of bench/gpu.py are those of the models it runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_engine import DECODE_GOAL, PREFILL_GOAL, SMALL, engine_results
 from gpu_shapes import LLAMA_3_8B, TINY, Costs, Result, table
 
 from common.layers.torch_ops import TorchOps
@@ -60,3 +62,16 @@ def test_table_says_which_goals_are_met() -> None:
     assert lines[1].split() == ["copy", "4100", "GB/s"]
     assert lines[2].split() == ["decode", "5.10", "ms", "85%", "85%", "met"]
     assert lines[3].split() == ["prefill", "99", "ms", "60%", "60%", "missed"]
+
+
+def test_every_line_is_measured_where_there_is_no_gpu() -> None:
+    """The same code, small: a line for each device figure, each batch at each context, each prompt; and what does not fit is said."""
+    results = list(engine_results(replace(SMALL, contexts=(16, 400)), "cpu", "torch"))
+    by_name = {one.what: one for one in results[2:]}
+    assert [one.goal for one in results[:2]] == [None, None]
+    for num_rows in SMALL.batches:
+        assert by_name.pop(f"decode, batch {num_rows} at context 400").measured == "no room for its KV"
+        assert by_name[f"decode, batch {num_rows} at context 16"].goal == DECODE_GOAL
+    assert by_name[f"prefill, {SMALL.chunks[0]} tokens"].goal == PREFILL_GOAL
+    assert len(by_name) == len(SMALL.batches) + len(SMALL.chunks)
+    assert all(one.share is not None and one.share > 0 for one in by_name.values())
