@@ -27,11 +27,10 @@ from numpy.typing import NDArray
 
 from common.attention.backend import AttentionBatch, AttentionSpec, HeadGeometry, HostLens
 from common.attention.flashinfer_plan import PagedLens, indptr, page_indices
+from common.attention.rope_scatter import RopeScatter
 from common.errors import StartupError
 from common.kvcache.layout import KVPool
-from common.layers.ops import NormWeight
 from common.layers.rope import RopeTable
-from common.layers.torch_ops import TorchOps
 
 WORKSPACE_NBYTES = 384 << 20  # partial results of split contexts, shared by all wrappers; as large as SGLang's, plan() fails if it is too small
 HEAD_DIMS = (64, 128, 256)  # those it is built and tested for; below 64 its tiles do not exist (KernelTraits::IsInvalid)
@@ -96,7 +95,8 @@ class FlashInferAttention:
 
         Takes WORKSPACE_NBYTES of device memory, and each wrapper 8 MiB there and as much page-locked. Raises StartupError without FlashInfer.
         """
-        self._geometry, self._pool, self._rope, self._dtype = geometry, pool, rope, dtype
+        self._geometry, self._pool, self._dtype = geometry, pool, dtype
+        self._rope_scatter = RopeScatter(geometry, pool, rope)
         self._device = pool.tensor.device
         self._library = _library()
         # static buffers of all decode wrappers together: a step uses them until its last layer, the next one's plan() comes after it in the stream
@@ -112,7 +112,8 @@ class FlashInferAttention:
         self._copied = torch.cuda.Event() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch types it not
 
     def plan(self, batch: AttentionBatch, lens: HostLens) -> None:
-        """Schedules the step's kernels. Returns when they are on their way to the device."""
+        """Schedules the step's kernels. batch.page_table and batch.rows hold the step's values already, in the order of the stream; the
+        batch's other tensors may still be changed before forward()."""
         assert len(lens.context_lens) == len(batch.rows), f"lengths of {len(lens.context_lens)} rows for a batch of {len(batch.rows)}"
         if self._copied is not None:
             self._copied.synchronize()
@@ -182,20 +183,6 @@ class FlashInferAttention:
         """On the host, copied to the device without waiting. torch does not give the memory to others before such a copy is made."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor
-
-    def _rope_scatter(self, qkv: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
-        """Writes K and V to their slots; the rotated queries [T, num_heads, head_dim]."""
-        heads, kv_heads = self._geometry.num_heads, self._geometry.num_kv_heads
-        q, k, v = torch.split(qkv.view(len(qkv), -1, self._geometry.head_dim), [heads, kv_heads, kv_heads], dim=1)
-        q, k = self._turn(q, spec.q_norm, batch.positions), self._turn(k, spec.k_norm, batch.positions)
-        pages, offsets = batch.slots // self._pool.page_size, batch.slots % self._pool.page_size
-        self._pool.keys(spec.layer)[pages, :, offsets] = k.to(self._pool.layout.dtype)
-        self._pool.values(spec.layer)[pages, :, offsets] = v.to(self._pool.layout.dtype)
-        return q
-
-    def _turn(self, x: torch.Tensor, norm: NormWeight | None, positions: torch.Tensor) -> torch.Tensor:
-        normed = x if norm is None else TorchOps().rms_norm(x, norm)
-        return self._rope.rotate(normed.float(), positions).to(x.dtype)
 
 
 def _library() -> Library:
