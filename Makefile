@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PACKAGES := common kvtransfer prefill_node decode_node router
 SOURCES := pdserve.py $(PACKAGES) bench tests
 
-.PHONY: help serve test check lint model bench clean
+.PHONY: help serve test check lint model bench compare clean
 
 help:
 	@sed -n 's/^# \(make [a-z]*:.*\)/\1/p' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ bench: $(VENV)/test.stamp
 	@OMP_NUM_THREADS=1 $(BIN)/python bench/attention_cpu.py
 	@OMP_NUM_THREADS=1 $(BIN)/python bench/transfer.py
 	@echo "load on a running cluster (make serve): $(BIN)/python bench/serve.py --url http://127.0.0.1:8000 --num-prompts 32"
+
+# make compare: pdserve beside vLLM, a core a node; PEER_PYTHON is the python of vLLM's environment (bench/README.md), ARGS are more flags
+compare: $(VENV)/test.stamp
+	@$(BIN)/python bench/compare.py --peer-python "$(or $(PEER_PYTHON),$(error make compare needs PEER_PYTHON=PATH: see 'Beside vLLM' in bench/README.md))" $(ARGS)
 
 # make clean: removes .venv, caches and build output; the model cache stays
 clean:
