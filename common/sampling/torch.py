@@ -38,7 +38,7 @@ def _draw(logits: torch.Tensor, largest: torch.Tensor, params: SamplingRows, pos
         weights = weights.masked_fill(~_in_front(logits, ranked, _num_kept(ranked_weights, params, vocab)), 0)
     if mix.any_min_p:
         weights = weights.masked_fill(weights < params.min_p.unsqueeze(1), 0)
-    cumulative = (weights * UNITS).long().cumsum(dim=1)
+    cumulative = (weights * UNITS).long().cumsum_(dim=1)
     total = cumulative[:, -1:]
     target = (_uniform(params.seed, positions).unsqueeze(1) * total.double()).long()
     return torch.searchsorted(cumulative, torch.minimum(target, total - 1), right=True).squeeze(1)  # never an entry of weight 0
@@ -53,21 +53,24 @@ def _uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 
 
 def _num_kept(ranked_weights: torch.Tensor, params: SamplingRows, vocab: int) -> torch.Tensor:
-    """ranked_weights: float32 [S, D], descending -> int64 [S, 1], how many top_k and top_p keep; vocab: all."""
+    """ranked_weights: float32 [S, D], descending -> int64 [S, 1], how many top_k and top_p keep; vocab: all.
+
+    Of a row that is greedy or not finite, any number from 1 up.
+    """
     depth = ranked_weights.shape[1]
     top_k, top_p = params.top_k.long().unsqueeze(1), params.top_p.double().unsqueeze(1)
     top_k = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)
     ranks = torch.arange(depth, device=ranked_weights.device)
-    cumulative = (ranked_weights * UNITS).long().masked_fill(ranks >= top_k, 0).cumsum(dim=1)
+    cumulative = (ranked_weights * UNITS).long().masked_fill_(ranks >= top_k, 0).cumsum_(dim=1)
     target = (top_p * cumulative[:, -1:].double()).ceil().long().clamp(min=1)
     reaching = (cumulative < target).sum(dim=1, keepdim=True) + 1
-    return torch.where(top_p < 1, torch.minimum(reaching, top_k), top_k)
+    return torch.where(top_p < 1, reaching, top_k)
 
 
 def _in_front(logits: torch.Tensor, ranked: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor:
     """Mask [S, V] of the `num_kept` [S, 1] largest logits, equal ones in the order of ids. ranked: [S, D], descending; num_kept <= D, or V."""
     vocab, depth = logits.shape[1], ranked.shape[1]
-    border = ranked.gather(1, num_kept.clamp(max=depth) - 1)  # a row that is not finite may have reached nothing: D + 1
+    border = ranked.gather(1, num_kept.clamp(max=depth) - 1)  # anything, where all are kept or the row is not finite
     num_equal = num_kept - (ranked > border).sum(dim=1, keepdim=True)
     equal = logits == border
     return (logits > border) | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= num_equal)) | (num_kept >= vocab)

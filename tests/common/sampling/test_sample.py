@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from common.sampling.numba import sample_by_numba
+from common.sampling.numba import _pick, sample_by_numba
 from common.sampling.params import SamplingMix, SamplingRows
 from common.sampling.philox import uniform
 from common.sampling.sample import NON_FINITE, sample
@@ -186,6 +186,30 @@ def test_top_p_counts_within_top_k(form: Form) -> None:
     assert set(draws(form, logits, 300, top_k=2, top_p=0.6)) == {0, 1}  # of 0.7: 0.57 and 0.43
     assert set(draws(form, logits, 300, top_k=2, top_p=0.5)) == {0}
     assert set(draws(form, logits, 300, top_p=0.6)) == {0, 1}
+
+
+def test_top_p_of_equal_tokens_keeps_exactly_as_many_as_reach_it(form: Form) -> None:
+    for num_tokens, top_p, num_kept in ((4, 0.5, 2), (8, 0.125, 1), (200, 0.25, 50), (640, 0.5, 320)):
+        assert max(draws(form, torch.zeros(num_tokens), 3000, top_p=top_p)) == num_kept - 1
+
+
+def test_rows_with_and_without_a_cut_share_a_batch(form: Form) -> None:
+    rows = rows_like(400)
+    rows.top_k[::2] = 3
+    logits = normal(12, VOCAB, spread=0.1)
+    tokens = drawn(form, logits.repeat(400, 1), rows)
+    assert set(tokens[::2]) == set(logits.topk(3).indices.tolist())
+    assert len(set(tokens[1::2])) > 150
+
+
+def test_the_ends_of_the_distribution_are_tokens_that_may_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, rows = torch.full((1, 300), -torch.inf), rows_like(1)
+    logits[0, [70, 200]] = 0.0
+    weights, sums = np.exp(logits[0].numpy()), np.empty(5, np.int64)
+    for u, token in ((0.0, 70), (0.5, 200), (1 - 2.0**-53, 200)):
+        monkeypatch.setattr("common.sampling.torch._uniform", lambda seed, position, u=u: torch.full((1,), u, dtype=torch.float64))
+        assert drawn(FORMS["torch"], logits, rows) == [token]
+        assert _pick(weights, len(weights), sums, u) == token
 
 
 def test_top_p_counts_what_is_beyond_the_likely_candidates(form: Form) -> None:
