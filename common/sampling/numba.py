@@ -28,6 +28,7 @@ CANDIDATES = 4  # of top_p: a quarter of the blocks' largest logits
 LEVELS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of a key, most significant first
 NUM_BINS = 1 << 11
 LOG2_E = np.float32(1.4426950408889634)
+# Compiled in. numba's cache sees this file change and vectors.py, not the files that these come from
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = np.float32(GREEDY_TEMPERATURE), np.float32(MAX_TEMPERATURE)
 FLOAT_UNITS = np.float32(UNITS)
 M0, M1, W0, W1, WORD = (np.uint64(n) for n in (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 0xFFFFFFFF))
