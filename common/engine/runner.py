@@ -28,7 +28,7 @@ from common.layers.quantizer import make_quantizer
 from common.layers.rope import RopeTable
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder
-from common.sampling.params import SamplingMix
+from common.sampling.params import SamplingMix, SamplingRows
 from common.sampling.penalties import LogitChanges, change
 from common.sampling.sample import sample
 
@@ -176,6 +176,7 @@ class ModelRunner:
         for step, num_tokens in enumerate(lens):
             self._progress("warming up", step / len(lens))
             self.launch(_padding_extend(num_tokens, self.rows.padding_row)).tokens()
+        self._draw_once()
         self._progress("warming up", 1.0)
         if self._graphs is not None:
             self._graphs.capture(self._progress)
@@ -183,6 +184,17 @@ class ModelRunner:
             self._progress("running each decode batch size", step / len(self._buckets.sizes))
             self.launch(_padding_decode(size, self.rows.padding_row)).tokens()
         self._progress("running each decode batch size", 1.0)
+
+    @torch.inference_mode()
+    def _draw_once(self) -> None:
+        """The padding row is greedy; what draws is compiled too."""
+        sampling = SamplingBatch(
+            np.ones(1, np.float32), np.full(1, 0.9, np.float32), np.full(1, 2, np.int32), np.full(1, 0.1, np.float32), np.zeros(1, np.int64)
+        )
+        arrays = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed)
+        params = SamplingRows(*(to_device(array, self.device) for array in arrays))
+        logits = torch.zeros(1, self.model_config.vocab_size, device=self.device)
+        sample(logits, params, torch.zeros(1, dtype=torch.int64, device=self.device), _mix(sampling))
 
     def _make_pool(self, page_size: int, num_pages: int | None, budget_nbytes: int, shared: bool) -> KVPool:
         config = self.model_config

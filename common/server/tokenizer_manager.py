@@ -189,6 +189,7 @@ class TokenizerManager:
                 raise invalid("the prompt has no tokens; an answer needs at least one token to follow", param=request.prompt_field)
             _check_vocabulary(ids, limits.vocab_size, request.prompt_field)
         _check_vocabulary(request.sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
+        _check_vocabulary([token_id for token_id, _ in request.sampling.logit_bias], limits.vocab_size, "logit_bias")
         return prompts
 
     def _tokenise(self, request: ApiRequest, limits: Limits) -> list[list[int]]:

@@ -274,6 +274,7 @@ BAD_BODIES: dict[str, tuple[str, bytes, int, str | None]] = {
     "negative token": (COMPLETION, b'{"prompt": [5, -1]}', 400, "prompt"),
     "absurd token": (COMPLETION, b'{"prompt": [5, ' + b"9" * 100 + b"]}", 400, "prompt"),
     "stop token outside the vocabulary": (COMPLETION, b'{"prompt": "a", "stop_token_ids": [512]}', 400, "stop_token_ids"),
+    "biased token outside the vocabulary": (COMPLETION, b'{"prompt": "a", "logit_bias": {"512": 1}}', 400, "logit_bias"),
     "half a pair": (COMPLETION, b'{"prompt": "a", "bootstrap_room": 5}', 400, "bootstrap_host"),
     "forged room": (COMPLETION, b'{"prompt": "a", "bootstrap_host": "h", "bootstrap_room": 9223372036854775808}', 400, "bootstrap_room"),
     "n": (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "n": 2}', 400, "n"),
