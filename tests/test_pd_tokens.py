@@ -55,6 +55,34 @@ def test_warm_caches(num_tokens: int) -> None:
         assert sent == 0  # D had all five pages of the prompt
 
 
+def test_penalties_see_prompt_and_output_on_both_nodes() -> None:
+    """Token 1 is drawn by P, the others by D; a neighbour without penalties is as it would be alone."""
+    fabric = MemoryFabric()
+    with model_nodes(cached_checkpoint("llama"), (fabric.backend(), fabric.backend()), page_size=PAGE, chunk=CHUNK) as nodes:
+        prompts = [prompt_of(length, seed=6) for length in (30, 7, 45)]
+        penalties = [1.3, None, 1.8]
+        options = [{} if penalty is None else {"repetition_penalty": penalty} for penalty in penalties]
+        rids = [nodes.submit(prompt, 25, ignore_eos=True, **option) for prompt, option in zip(prompts, options, strict=True)]
+        nodes.run_until_answered(*rids)
+        for rid, prompt, penalty in zip(rids, prompts, penalties, strict=True):
+            expected = greedy_oracle(cached_checkpoint("llama"), prompt, 25, repetition_penalty=penalty)
+            assert nodes.decodes[0].answers[rid].token_ids == expected
+            assert (expected == greedy_oracle(cached_checkpoint("llama"), prompt, 25)) == (penalty is None)
+        nodes.run_until_idle()
+
+
+def test_a_biased_token_is_drawn_or_never() -> None:
+    with model_nodes(cached_checkpoint("llama"), (TcpBackend(), TcpBackend()), page_size=PAGE, chunk=CHUNK) as nodes:
+        prompt = prompt_of(20, seed=7)
+        plain = greedy_oracle(cached_checkpoint("llama"), prompt, 6)
+        wanted = nodes.submit(prompt, 6, ignore_eos=True, logit_bias=((77, 100.0),))
+        unwanted = nodes.submit(prompt, 6, ignore_eos=True, logit_bias=tuple((token, -100.0) for token in plain))
+        nodes.run_until_answered(wanted, unwanted)
+        assert nodes.decodes[0].answers[wanted].token_ids == [77] * 6
+        assert not set(nodes.decodes[0].answers[unwanted].token_ids) & set(plain)
+        nodes.run_until_idle()
+
+
 def forget(node: object) -> None:
     """Empty a node's radix tree by taking every page once."""
     cache = node.cache  # type: ignore[attr-defined]

@@ -116,7 +116,9 @@ def cached_checkpoint(name: str, seed: int = 0, dtype: str = "float32") -> Path:
         return make_checkpoint(name, directory, seed, dtype)
 
 
-def greedy_oracle(model_dir: Path, prompt_ids: list[int], num_new_tokens: int, stop_at_eos: bool = False) -> list[int]:
+def greedy_oracle(
+    model_dir: Path, prompt_ids: list[int], num_new_tokens: int, stop_at_eos: bool = False, repetition_penalty: float | None = None
+) -> list[int]:
     """What transformers generates greedily in float32; ends early only with stop_at_eos (the EOS included)."""
     output = oracle_model(model_dir).generate(
         torch.tensor([prompt_ids]),
@@ -124,6 +126,7 @@ def greedy_oracle(model_dir: Path, prompt_ids: list[int], num_new_tokens: int, s
         do_sample=False,
         max_new_tokens=num_new_tokens,
         min_new_tokens=None,
+        repetition_penalty=repetition_penalty,
         eos_token_id=EOS_ID if stop_at_eos else None,
         pad_token_id=VOCAB_SIZE - 1,
     )
