@@ -33,8 +33,9 @@ class CapturedBuckets:
         graph.replay()
         return self._logits[size]
 
+    @torch.inference_mode()
     def capture(self, progress: Callable[[str, float], None]) -> None:
-        """To be called once, with nothing under way, every row of the buckets being padding."""
+        """To be called once, before any request has a row: what is written meanwhile goes to page 0."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self._sizes)):
@@ -47,7 +48,7 @@ class CapturedBuckets:
                     self._buckets.run(size)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.inference_mode(), torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 self._logits[size] = self._buckets.run(size)
             self._graphs[size] = graph
         progress("capturing CUDA graphs", 1.0)
