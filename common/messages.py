@@ -7,6 +7,7 @@ Exactly one terminal output exists per Generate (R5): a TokenOut whose `finish_r
 TokenizerManager aborts a request itself (client left, stop string found) it ignores what still arrives for that rid.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -46,7 +47,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 ToScheduler = Generate | Abort | Drain
 
 
-class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """New tokens of one request. The first one of a request carries `text`."""
 
     rid: str
@@ -60,10 +61,26 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_site: PrefillSite = "local"
 
 
-class TokenOuts(msgspec.Struct, frozen=True, tag=True):
-    """All outputs of one scheduler step."""
+class NextTokens(msgspec.Struct, frozen=True, tag=True):
+    """One more token of each of these requests, which begin and end elsewhere: most of a decode step, as columns."""
 
-    outs: list[TokenOut]
+    rids: list[str]
+    token_ids: list[int]
+
+
+class TokenOuts(msgspec.Struct, frozen=True, tag=True):
+    """All outputs of one scheduler step, in order."""
+
+    outs: list[TokenOut | NextTokens]
+
+    def each(self) -> Iterator[TokenOut]:
+        """One by one."""
+        for out in self.outs:
+            if isinstance(out, TokenOut):
+                yield out
+            else:
+                for rid, token_id in zip(out.rids, out.token_ids, strict=True):
+                    yield TokenOut(rid, [token_id])
 
 
 class DropStream(msgspec.Struct, frozen=True, tag=True):

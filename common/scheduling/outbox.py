@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from common.errors import Failure
-from common.messages import NodeStatus, TokenOut, TokenOuts
+from common.messages import NextTokens, NodeStatus, TokenOut, TokenOuts
 from common.scheduling.request import Place, Request
 
 HEARTBEAT_S = 1.0  # liveness allows 30 of these
@@ -17,7 +17,7 @@ class Outbox:
     def __init__(self, send_outputs: Callable[[TokenOuts], None], send_status: Callable[[NodeStatus], None]) -> None:
         self._send_outputs = send_outputs
         self._send_status = send_status
-        self._outs: list[TokenOut] = []
+        self._outs: list[TokenOut | NextTokens] = []
         self._ended: list[Request] = []
         self._next_heartbeat_s = 0.0
         self.num_finished = 0
@@ -47,6 +47,14 @@ class Outbox:
         if request.finish_reason is not None:
             self.num_finished += 1
             self._end(request)
+
+    def next_tokens(self, requests: list[Request], token_ids: list[int]) -> None:
+        """Hand on one more token of each request. None of them is its first output, or its last."""
+        if requests:
+            self._outs.append(NextTokens([request.rid for request in requests], token_ids))
+            self.num_output_tokens += len(token_ids)
+            for request in requests:
+                request.num_sent_tokens += 1
 
     def failure(self, request: Request, failure: Failure) -> None:
         """End a request without (the rest of) its answer. The first end counts; a later one is muted (R6)."""

@@ -20,7 +20,7 @@ from common.engine.batch import NON_FINITE, DecodeBatch
 from common.engine.launched import Launched, Runner
 from common.errors import Failure
 from common.scheduling.extending import Extending, ExtendPlan
-from common.scheduling.finish import accept_token
+from common.scheduling.finish import accept_token, accept_tokens
 from common.scheduling.line import Line
 from common.scheduling.logit_changes import LogitChangesOf
 from common.scheduling.outbox import Outbox
@@ -59,6 +59,7 @@ class Work:
         self.pages = pages
         self._outbox = outbox
         self._limits = limits
+        self._may_end = limits.eos_token_ids | {NON_FINITE}
         self.pipeline: Pipeline[Plan] = Pipeline(1 if limits.overlap else 0)
         self.line = Line()
         self._rows = Rows(limits.max_running_requests)
@@ -161,7 +162,9 @@ class Work:
 
     def retire_decode(self, plan: DecodePlan, tokens: NDArray[np.int64]) -> None:
         """Hand out the step's tokens; requests that finish leave with their pages shared."""
-        for request, token_id in zip(plan.requests, tokens.tolist(), strict=True):
+        going_on, token_ids, others = accept_tokens(plan.requests, tokens.tolist(), self._may_end)
+        self._outbox.next_tokens(going_on, token_ids)
+        for request, token_id in others:
             self.retire(request, token_id)
 
     def retire(self, request: Request, token_id: int, *, share: bool = False) -> None:

@@ -92,8 +92,8 @@ class Detokenizer:
             match message:
                 case DropStream(rid=rid):
                     self._drop(rid)
-                case TokenOuts(outs=outs):
-                    text_outs += [text_out for out in outs if (text_out := self._advance(out)) is not None]
+                case TokenOuts():
+                    text_outs += [text_out for out in message.each() if (text_out := self._advance(out)) is not None]
         return text_outs
 
     def _drop(self, rid: str) -> None:

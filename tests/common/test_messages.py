@@ -11,6 +11,7 @@ from common.messages import (
     Drain,
     DropStream,
     Generate,
+    NextTokens,
     NodeStatus,
     TextOut,
     TextOuts,
@@ -29,6 +30,7 @@ MESSAGES: list[tuple[Any, Any]] = [
     (ToScheduler, Abort("r", "client_left")),
     (ToScheduler, Drain(12.25)),
     (ToDetokenizer, TokenOuts([TokenOut("r", [5], text=TextSpec()), TokenOut("q", failure=Failure(503, "gone", stage="decode"))])),
+    (ToDetokenizer, TokenOuts([NextTokens(["r", "q"], [5, 6])])),
     (ToDetokenizer, TokenOuts([TokenOut("r", [5, 2], "stop", matched_stop=2, num_prompt_tokens=9, num_cached_tokens=8, prefill_site="remote")])),
     (ToDetokenizer, DropStream("r")),
     (ToTokenizer, TextOuts([TextOut("r", "a", 1, [5], "stop", "</s>"), TextOut("q", matched_stop=7, finish_reason="stop")])),
@@ -50,8 +52,14 @@ def test_message_of_another_receiver_is_refused(union: Any, message: Any) -> Non
 
 
 def test_an_ordinary_token_costs_few_bytes() -> None:
-    """Defaults are not sent: a decode step of 64 rows is some KiB, not tens of them."""
-    assert len(msgspec.msgpack.encode(TokenOut("0123456789abcdef", [17]))) < 48
+    """A decode step of 64 rows is some KiB, not tens of them."""
+    step = NextTokens([f"{row:016x}" for row in range(64)], [50_000] * 64)
+    assert len(msgspec.msgpack.encode(TokenOuts([step]))) < 64 * 24
+
+
+def test_columns_are_the_same_outputs_in_the_same_order() -> None:
+    step = TokenOuts([TokenOut("a", [5], text=TextSpec()), NextTokens(["b", "a"], [6, 7]), TokenOut("b", [8], "length")])
+    assert list(step.each()) == [TokenOut("a", [5], text=TextSpec()), TokenOut("b", [6]), TokenOut("a", [7]), TokenOut("b", [8], "length")]
 
 
 @pytest.mark.parametrize(

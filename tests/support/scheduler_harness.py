@@ -138,7 +138,7 @@ class Node:
         return sum(int(value) for key, value in self.scheduler.stats().items() if key.startswith("retracted_requests_total") and way in key)
 
     def _gather(self, message: TokenOuts) -> None:
-        for out in message.outs:
+        for out in message.each():
             answer = self.answers[out.rid]
             assert not answer.over, f"{out.rid} was answered already"
             assert (out.text is not None) == (not answer.token_ids), "the text spec comes with the first output, and only with it"

@@ -14,7 +14,7 @@ from text_tokenizers import byte_level, write_checkpoint
 from common.config import NodeAddresses, NodeConfig, encode_child_payload
 from common.errors import Failure, StartupError
 from common.launch import Child
-from common.messages import DropStream, TextOut, TextOuts, ToDetokenizer, TokenOut, TokenOuts, ToTokenizer
+from common.messages import DropStream, NextTokens, TextOut, TextOuts, ToDetokenizer, TokenOut, TokenOuts, ToTokenizer
 from common.request import TextSpec
 from common.server.detokenizer import MAX_EARLY_DROPS, Detokenizer
 from common.server.tokenizer import Tokenizer
@@ -52,6 +52,19 @@ def test_text_comes_with_its_tokens_and_the_numbers_of_its_request(detokenizer: 
     (last,) = handle(detokenizer, TokenOut("a", ids[1:], finish_reason="length"))
     assert (text_out.text + last.text, last.finish_reason, last.num_new_tokens) == ("Hello, world!", "length", len(ids) - 1)
     assert detokenizer.num_streams == 0
+
+
+def test_tokens_in_columns_are_as_tokens_by_themselves(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+    ids = ids_of(tokenizer, "Hello, world!")
+    handle(detokenizer, TokenOut("a", ids[:1], text=PLAIN), TokenOut("b", ids[:1], text=TextSpec(stop=("world",))))
+    by_rid: dict[str, list[TextOut]] = {"a": [], "b": []}
+    for token_id in ids[1:]:
+        for out in detokenizer.handle([TokenOuts([NextTokens(["b", "ended", "a"], [token_id] * 3)])]):
+            by_rid[out.rid].append(out)
+    assert [out.token_ids for out in by_rid["a"]] == [[token_id] for token_id in ids[1:]]
+    assert tokenizer.decode(ids[:1]) + "".join(out.text for out in by_rid["a"]) == "Hello, world!"
+    assert (by_rid["b"][-1].finish_reason, by_rid["b"][-1].matched_stop) == ("stop", "world")
+    assert detokenizer.num_streams == 1
 
 
 def test_a_token_without_printable_text_is_still_counted(detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
