@@ -8,8 +8,8 @@ both cores and two compute threads, or two decode nodes of a core each between w
 turn rules. Steps:
 
 1. References: a lone request of each length, and the streams alone. From them follow the limits (interference_figures.py).
-2. Sweep: every system meets the same streams and the same prompts. The colocated one with the least strain is the baseline. Its
-   competitor is not tuned.
+2. Sweep: every system meets the same streams and the same prompts. The colocated one with the least strain is the baseline; PD
+   is not tuned.
 3. Load: PD and the baseline, both up, take turns at each rate and seed. Goodput comes from here.
 4. Map: no streams; requests of one kind, prompt length by output length, at the same rate for both.
 

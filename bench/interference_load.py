@@ -1,8 +1,8 @@
 """The load of bench/interference.py: streams that go on while prompts arrive in an open loop.
 
 Streams are asked for with common words, so that what they say is text and every token of it shows. A system has one URL, or several at
-which requests take turns. The same seed gives the same prompts at the same times; another seed gives others, so that no prefix is ever
-cached.
+which requests take turns. The same seed gives the same prompts at the same times; another seed, or another length, gives others, so that no
+prefix is ever cached.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ SETTLE_S = 1.0  # from the last stream's first token to the window
 SILENCE_S = 120.0  # an answer of which nothing comes for this long has failed
 DRAIN_S = 60.0  # after the window; a prompt that is not answered by then has failed: a hopeless system ends too
 READY_PROBE_S = 0.05
+SEEDS_APART = 1 << 20  # beyond any prompt's length
 
 
 class StreamBroken(Exception):
@@ -44,7 +45,8 @@ class Workload:
     seed: int
 
     def prompts(self) -> list[Prompt]:
-        return RandomPrompts(self.prompt_tokens, self.output_tokens).draw(self.num_prompts, self.seed)
+        """Prompts of different lengths differ from the first token on."""
+        return RandomPrompts(self.prompt_tokens, self.output_tokens).draw(self.num_prompts, self.seed * SEEDS_APART + self.prompt_tokens)
 
     def arrivals_s(self) -> list[float]:
         """A Poisson process, given how many arrive: the times are then uniform and independent. So the offered load is exact."""

@@ -114,6 +114,8 @@ def test_offered_load_is_that_of_the_seed() -> None:
     assert all(0 <= at_s <= 5 for at_s in first.arrivals_s())
     contents = [tuple(one.content) for seed in (1, 2) for one in workload(seed).prompts()]
     assert len(set(contents)) == 80
+    shorter, longer = (Workload(0, length, 3, 1, 1.0, seed=1).prompts()[0].content for length in (12, 24))
+    assert longer[:12] != shorter  # or the longer one's prefix would be cached
     streams = [next(workload(seed).stream_prompts(number)).content for seed in (1, 2) for number in (0, 1)]
     assert len(set(map(str, streams))) == 4
 
