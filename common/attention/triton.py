@@ -77,6 +77,7 @@ class TritonAttention:
         page_stride, head_stride, slot_stride, _ = self._keys[0].stride()
         self._places = {"PAGE_SIZE": pool.page_size, "PAGE_STRIDE": page_stride, "HEAD_STRIDE": head_stride, "SLOT_STRIDE": slot_stride}
         self._dim_pad = max(16, _power_of_2(geometry.head_dim))  # 16: the least depth of a product
+        self._max_rows = max_rows
         self._is_small = not _has_large_shared_memory(pool.tensor.device)
         num_parts = max(rows * self.num_splits(rows) for rows in range(1, max_rows + 1)) * geometry.num_heads
         self._parts = torch.empty(num_parts, geometry.head_dim, dtype=torch.float32, device=pool.tensor.device)
@@ -121,6 +122,7 @@ class TritonAttention:
 
     def _decode(self, q: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
         geometry, out, num_rows = self._geometry, torch.empty_like(q), len(batch.rows)
+        assert num_rows <= self._max_rows, "the parts would not hold"
         num_splits, constants = self.num_splits(num_rows), self._constants(q.dtype, spec)
         block_n = min(128, max(16, DECODE_TILE_NBYTES // (self._dim_pad * self._operands(q.dtype).itemsize)))
         decode_kernel[(num_rows, geometry.num_kv_heads, num_splits)](
