@@ -149,6 +149,17 @@ def test_kinds_of_layers_are_planned_once_a_step(is_decode: bool) -> None:
         assert [wrapper.num_plans for wrapper in wrappers] == [num_steps] * 3  # type: ignore[attr-defined]
 
 
+def test_a_schedule_is_filled_in_only_when_the_one_before_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, order = Step(Case(rows=((5, 1), (30, 1)), is_decode=True), DEVICE), []
+    backend, fill = backend_on(step), StandIn._plan
+    monkeypatch.setattr(StandIn, "_plan", lambda *arguments: (order.append("filled"), fill(*arguments)))
+    monkeypatch.setattr(backend, "_copied", SimpleNamespace(synchronize=lambda: order.append("waited"), record=lambda: order.append("copied")))
+    step.run(backend)
+    assert order == ["waited", "copied", "filled", "copied"]  # no kind of layer was known before the first forward()
+    backend.plan(step.batch, step.lens)
+    assert order[4:] == ["waited", "filled", "copied"]
+
+
 def test_lengths_of_another_batch_are_refused() -> None:
     step = Step(Case(rows=((5, 1), (30, 1))), DEVICE)
     with pytest.raises(AssertionError, match="lengths of 1 rows for a batch of 2"):
