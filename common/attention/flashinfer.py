@@ -7,8 +7,9 @@ page.cuh, csrc/batch_prefill_sm90.cu of 0.7.4), K's and V's alike, as ours are. 
 A FlashInfer *wrapper* holds the schedule of one kind of launch: which thread block works on which pages. plan() makes it on the host and
 sends it to the device; run() launches. There is one wrapper for each kind of layer (window, soft cap: both are compiled in), and for decode
 one for each batch bucket too: it has static buffers, a fixed batch size and a fixed grid, so that run() can be captured in a CUDA graph
-and what plan() wrote last is what a replay works by. Layers of a new kind are met in the warm-up: forward() then plans for them, outside
-any graph; from then on plan() does.
+and what plan() wrote last is what a replay works by. Then a grid, and whether contexts are split at all, follow from the batch size alone
+(include/flashinfer/attention/scheduler.cuh), so it does not matter that a graph is captured with short contexts. Layers of a new kind are
+met in the warm-up: forward() then plans for them, outside any graph; from then on plan() does.
 
 A wrapper's plan() fills page-locked memory and copies from it in the stream's order. Before it is filled again the copy must have been made.
 With one step launched ahead the copy of the step before is long over, or is about to be made because the device has just become free;
@@ -34,8 +35,7 @@ from common.layers.rope import RopeTable
 
 WORKSPACE_NBYTES = 384 << 20  # partial results of split contexts, shared by all wrappers; as large as SGLang's, plan() fails if it is too small
 HEAD_DIMS = (64, 128, 256)  # those it is built and tested for; below 64 its tiles do not exist (KernelTraits::IsInvalid)
-DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn))  # of q and output, of the pool
-MIN_TENSOR_CORE_GROUP = 4  # query heads a KV head from which tensor cores win in decode; SGLang and vLLM draw the line there too
+MIN_TENSOR_CORE_GROUP = 4  # query heads a KV head from which tensor cores win in decode; SGLang's line (should_use_tensor_core)
 
 
 class Kind(NamedTuple):
@@ -79,10 +79,9 @@ def check(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: str)
     if head_dim not in HEAD_DIMS:
         sizes = ", ".join(map(str, HEAD_DIMS))
         raise StartupError(f"{flag} has kernels for head_dim {sizes}, this model's is {head_dim}; use --attention-backend triton")
-    if (dtype, kv_dtype) not in DTYPES:
+    if (dtype, kv_dtype) != (torch.bfloat16, torch.bfloat16):
         raise StartupError(
-            f"{flag} computes in bfloat16 with a KV cache in bfloat16 or float8_e4m3fn, not in {_name(dtype)} with one in {_name(kv_dtype)}; "
-            "use --attention-backend triton"
+            f"{flag} computes in bfloat16, with KV in bfloat16, not in {_name(dtype)} with KV in {_name(kv_dtype)}; use --attention-backend triton"
         )
     _library()
 
