@@ -9,16 +9,15 @@ node in int4 (few rows: bound by the bytes of the weights).
 """
 
 import logging
-from typing import Literal
 
 import torch
 
+from common.config import Quantization
 from common.errors import StartupError
 from common.layers.linear import Quantizer
 from common.layers.quantized import BLOCK
 from common.models.config import ModelConfig
 
-Quantization = Literal["int8", "int4", "fp8"]
 BITS = {"int8": 8, "int4": 4}
 FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 log = logging.getLogger(__name__)
