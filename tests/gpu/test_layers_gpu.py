@@ -6,6 +6,7 @@ import torch
 from no_waiting import no_waiting
 
 from common.layers.ops import NormWeight
+from common.layers.quantized_fp8 import Float8Weight, scaled
 from common.layers.torch_ops import TorchOps
 from common.layers.triton_ops import TritonOps
 from common.sampling.params import SamplingMix, SamplingRows
@@ -28,6 +29,23 @@ def test_fused_steps(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(normed, plain.add_rms_norm(x, other_residual, weight), **TOLERANCES[dtype])
     assert torch.equal(residual, other_residual)
     torch.testing.assert_close(fused.silu_mul(gate_up), plain.silu_mul(gate_up), **TOLERANCES[dtype])
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="multiplies no float8")
+@pytest.mark.parametrize(("num_tokens", "num_in", "num_out"), [(1, 64, 48), (7, 576, 1536), (64, 4096, 512)])
+def test_float8_linears(num_tokens: int, num_in: int, num_out: int) -> None:
+    """Products of the rounded numbers, exactly but for the result's rounding; the same from a captured graph."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(num_tokens, num_in, device=CUDA).bfloat16(), torch.randn(num_out, num_in, device=CUDA).bfloat16()
+    (p, x_scale), (q, weight_scale), form = scaled(x), scaled(weight), Float8Weight(weight, None, None)
+    expected = (p.double() * x_scale.double()) @ (q.double() * weight_scale.double()).T
+    torch.testing.assert_close(form(x).double(), expected, rtol=2**-6, atol=2**-6 * expected.abs().mean().item())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = form(x)
+    x.mul_(2)
+    graph.replay()
+    assert torch.equal(captured, form(x))
 
 
 def rows_of(num_rows: int, **values: float) -> tuple[SamplingRows, SamplingMix]:

@@ -1,6 +1,7 @@
 """The engine on a CUDA device: its tokens are those of float32 on a CPU, in graphs and without, overlapped and not; it never waits in a launch."""
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,6 +132,19 @@ def test_a_node_answers_as_transformers_do(overlap: bool, graphs: bool) -> None:
     for rid, length in zip(greedy, lengths, strict=True):
         assert node.answers[rid].token_ids == greedy_oracle(cached_checkpoint("llama"), prompt(length, seed=6), 20)
     assert [node.answers[rid].token_ids for rid in drawn] == drawn_serially()
+
+
+def test_changed_logits_give_the_tokens_of_a_cpu() -> None:
+    """Penalties, biases and a minimum of tokens, in one batch with rows that have none."""
+    penalties = ({"repetition_penalty": 1.3}, {"presence_penalty": 0.7, "frequency_penalty": 0.4})
+    changes: tuple[dict[str, Any], ...] = ({}, *penalties, {"logit_bias": ((5, 4.0), (9, -100.0))}, {"min_tokens": 12})
+    answers = []
+    for runner in (runner_of("llama"), ModelRunner(cached_checkpoint("llama"), page_size=PAGE, num_pages=96, max_running_requests=MAX_ROWS)):
+        node = Node(page_size=PAGE, num_pages=96, chunk=24, max_running=MAX_ROWS, context_length=512, runner=runner)  # type: ignore[arg-type]
+        rids = [node.submit(prompt(30 + place, seed=9), 24, **change) for place, change in enumerate(changes)]
+        node.run_until_answered(*rids)
+        answers.append([node.answers[rid].token_ids for rid in rids])
+    assert answers[0] == answers[1]
 
 
 @cache
