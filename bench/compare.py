@@ -36,7 +36,7 @@ from serve_report import failures, figures, ratios
 from common.errors import StartupError
 from common.models.acquire import resolve_model
 
-QUESTION, ANSWER = "The capital of France is", "Paris"  # short: what vLLM on a CPU says to longer prompts was seen to be wrong for this model
+QUESTION, ANSWER = "The capital of France is", "Paris"  # of any system that works; texts are not what is compared
 REQUEST_TIMEOUT_S = 600.0
 WAKE_TIMEOUT_S = 60.0  # nodes that stood still for longer than their peer's patience find each other again
 FIGURES = {"ttft_ms_p50": "TTFT p50, ms", "tpot_ms_p50": "TPOT p50, ms", "output_tokens_per_s": "output tokens/s"}
