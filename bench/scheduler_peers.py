@@ -12,7 +12,8 @@ timed is what the engine's own process does for a step beside the device:
 
 Every request has a prompt of 512 tokens, prefix caches are on, and waiting requests find all places taken. A step's time is processor time, the
 median of `--steps` steps; "of ideal" is what remains of the tokens/s when that time is added to a device step of 10 or 5 ms, as in a loop that
-overlaps nothing (AsyncScheduler and mini-sglang do overlap: they hide it as long as it is the shorter one). What is sent to clients is not in the figures; in pdserve's own (scheduler_step.py) it is.
+overlaps nothing (AsyncScheduler and mini-sglang do overlap: they hide it as long as it is the shorter one). What is sent to clients is not in
+the figures; in pdserve's own (scheduler_step.py) it is.
 """
 
 import argparse
