@@ -36,10 +36,12 @@ def test_equals_the_oracle(case: Case) -> None:
         Case(CONTEXTS, group=8, head_dim=128, page_size=64, window=150, soft_cap=30.0, is_decode=True, **BF16),
         Case(((0, 70), (300, 1), (17, 45)), group=3, page_size=16, **BF16),
         Case(((130, 40),), group=2, head_dim=256, page_size=1, window=33),
+        Case(((30, 1), (0, 1)), group=20, head_dim=32, is_decode=True),
+        Case(((30, 5),), group=20, head_dim=32),
     ],
-    ids=["splits", "splits of a window", "blocks of queries", "window over blocks"],
+    ids=["splits", "splits of a window", "blocks of queries", "window over blocks", "more heads than 16", "a block of one query"],
 )
-def test_rows_longer_than_one_program_takes(case: Case) -> None:
+def test_what_one_program_does_not_take(case: Case) -> None:
     step = Step(case, DEVICE)
     step.check(triton_on(step, num_sms=16))
 
