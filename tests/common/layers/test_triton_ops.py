@@ -1,11 +1,16 @@
 """The fused Triton kernels against TorchOps, whose rounding they share."""
 
+import importlib.util
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, as_silent_as_devices
 
+from common.errors import StartupError
+from common.layers import triton_lang
 from common.layers.ops import NormWeight
 from common.layers.torch_ops import TorchOps
 from common.layers.triton_ops import TritonOps
@@ -64,3 +69,12 @@ def test_what_is_not_finite_stays_visible_in_its_row_alone(dtype: torch.dtype, b
     for out in (TritonOps().rms_norm(x, weight), TritonOps().add_rms_norm(x, torch.ones_like(x), weight), TritonOps().silu_mul(x)):
         assert out[0].isfinite().all()
         assert not out[1].isfinite().all()
+
+
+def test_where_triton_is_not_installed_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location("triton_lang_without_triton", triton_lang.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(StartupError, match=r"not installed \(triton\): pip install triton"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
