@@ -54,7 +54,8 @@ class TorchAttention:
         """q: [n, num_heads, head_dim] -> the same shape."""
         assert self._batch is not None
         num_pages = -(-extent.context_len // self._pool.page_size)
-        pages = self._batch.page_table[self._batch.rows[extent.row].long(), :num_pages].long()
+        row = self._batch.rows[extent.row : extent.row + 1]  # still a list: a number would be asked of the device
+        pages = self._batch.page_table[row, :num_pages].squeeze(0).long()
         k, v = (self._gather(view, pages, extent.context_len) for view in (self._pool.keys(spec.layer), self._pool.values(spec.layer)))
         queries = torch.arange(extent.context_len - len(q), extent.context_len, device=q.device).unsqueeze(1)
         keys = torch.arange(extent.context_len, device=q.device)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.attention.backend import AttentionBatch, HostLens
-from common.attention.factory import make_attention, make_ops, resolve_attention
+from common.attention.factory import check_attention, make_attention, make_ops, resolve_attention
 from common.config import AttentionName, Device, DType, KVDType, Quantization
 from common.engine.batch import NO_UPDATES, Batch, DecodeBatch, ExtendBatch, LogitChange, SamplingBatch
 from common.engine.buckets import DecodeBuckets, bucket_sizes
@@ -21,9 +21,10 @@ from common.engine.cuda_graphs import CapturedBuckets
 from common.engine.launched import Finished, Launched
 from common.engine.loader import TORCH_DTYPES, load_weights, resolve_dtype
 from common.engine.memory import free_nbytes
-from common.engine.rows import DeviceRows, to_device
+from common.engine.rows import DeviceRows
 from common.errors import StartupError
 from common.kvcache.layout import KVLayout, KVPool
+from common.layers.arrays import to_device
 from common.layers.quantizer import make_quantizer
 from common.layers.rope import RopeTable
 from common.models.config import ModelConfig
@@ -53,6 +54,18 @@ class _UnderWay:
         self.ready.synchronize()
         drawn: NDArray[np.int64] = self.drawn.numpy()
         return drawn
+
+
+def to_host(drawn: torch.Tensor) -> Launched:
+    """A step whose tokens come to the host behind it: the only copy that goes there."""
+    if drawn.device.type == "cpu":
+        return Finished(drawn.numpy())
+    host = torch.empty(len(drawn), dtype=drawn.dtype, pin_memory=True)
+    host.copy_(drawn, non_blocking=True)
+    # blocking: the host may sleep meanwhile, the next step is queued already
+    ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    ready.record()
+    return _UnderWay(ready, host)
 
 
 class ModelRunner:
@@ -99,6 +112,7 @@ class ModelRunner:
         self._progress = progress
         budget_nbytes = int(free_nbytes(self.device) * mem_fraction)
         kind = resolve_attention(attention_backend, self.device)
+        check_attention(kind, self.model_config, self.dtype, self.kv_dtype, self.device)
         quantizer = make_quantizer(quantization, self.model_config, self.dtype, self.device, threads)
         self.model = Decoder(self.model_config, make_ops(kind, self.model_config, self.dtype), self.dtype, self.device, quantizer)
         load_weights(self.model, model_dir, lambda fraction: progress("loading weights", fraction))
@@ -111,7 +125,8 @@ class ModelRunner:
         )
         self._buckets = DecodeBuckets(bucket_sizes(max_running_requests), self.rows, self.model, self._attention, page_size, self.device)
         graph_max_bs = max_running_requests if cuda_graph_max_bs is None else cuda_graph_max_bs
-        self._graphs = CapturedBuckets(self._buckets, graph_max_bs) if self.device.type == "cuda" else None
+        is_captured = self.device.type == "cuda" and kind != "torch"  # whose forward() goes by the host's lengths
+        self._graphs = CapturedBuckets(self._buckets, graph_max_bs) if is_captured else None
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
@@ -121,14 +136,7 @@ class ModelRunner:
             logits = _changed(logits, batch.changes)
         drawn = sample(logits, self.rows.sampling.select(rows), positions, _mix(batch.sampling))
         self.rows.drawn(rows, drawn)
-        if self.device.type == "cpu":
-            return Finished(drawn.numpy())
-        host = torch.empty(len(drawn), dtype=drawn.dtype, pin_memory=True)
-        host.copy_(drawn, non_blocking=True)
-        # blocking: the host may sleep meanwhile, the next step is queued already
-        ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        ready.record()
-        return _UnderWay(ready, host)
+        return to_host(drawn)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
