@@ -34,6 +34,14 @@ def resolve_attention(name: AttentionName, device: torch.device) -> Resolved:
     return name
 
 
+def check_attention(name: Resolved, config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> None:
+    """Before weights are loaded. Raises StartupError: the library is missing, or lacks what the model needs."""
+    if name == "flashinfer":
+        from common.attention.flashinfer import check
+
+        check(config.head_dim, dtype, kv_dtype, device.type)
+
+
 def make_ops(name: Resolved, config: ModelConfig, dtype: torch.dtype) -> LayerOps:
     if name == "numba":
         from common.layers.numba_ops import NumbaOps  # loads numba, which the others do without
@@ -51,7 +59,7 @@ def make_ops(name: Resolved, config: ModelConfig, dtype: torch.dtype) -> LayerOp
 def make_attention(
     name: Resolved, config: ModelConfig, dtype: torch.dtype, pool: KVPool, rope: RopeTable, *, max_rows: int, max_context: int
 ) -> AttentionBackend:
-    """dtype: of activations. max_rows, max_context: of a decode batch. Raises StartupError: the library is missing, or lacks what the model needs."""
+    """dtype: of activations. max_rows, max_context: of a decode batch. Raises StartupError as check_attention()."""
     geometry = HeadGeometry(config.num_heads, config.num_kv_heads, config.head_dim)
     if name == "numba":
         from common.attention.numba import NumbaAttention

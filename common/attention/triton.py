@@ -21,15 +21,15 @@ import torch
 from numpy.typing import NDArray
 
 from common.attention.backend import AttentionBatch, AttentionSpec, HeadGeometry, HostLens
+from common.attention.rope_scatter import RopeScatter
 from common.attention.triton_decode import MIN_SPLIT, decode_kernel, merge_kernel
 from common.attention.triton_extend import extend_kernel
-from common.attention.triton_rope import rope_scatter_kernel
 from common.attention.triton_tiles import dot_dtype
 from common.errors import StartupError
 from common.kvcache.layout import KVPool
+from common.layers.arrays import to_device
 from common.layers.rope import RopeTable
 
-ROPE_HEADS = 8  # a program: 8 heads of 128 elements are 8 elements a thread
 MAX_HEAD_DIM = 256
 GROUP_PAD = 16  # rows of the smallest tensor-core product
 PROGRAMS_PER_SM = 2  # of decode, resident at once
@@ -71,7 +71,8 @@ class TritonAttention:
         the device's. Raises StartupError for a head_dim above 256."""
         if geometry.head_dim > MAX_HEAD_DIM:
             raise StartupError(f"--attention-backend triton takes a head_dim of up to {MAX_HEAD_DIM}, this model's is {geometry.head_dim}; use torch")
-        self._geometry, self._rope, self._max_context, self._kv_dtype = geometry, rope, max_context, pool.layout.dtype
+        self._geometry, self._max_context, self._kv_dtype = geometry, max_context, pool.layout.dtype
+        self._rope_scatter = RopeScatter(geometry, pool, rope)
         self._group = geometry.num_heads // geometry.num_kv_heads
         self._num_sms = _device_sms(pool.tensor.device) if num_sms is None else num_sms
         num_layers = range(pool.layout.num_layers)
@@ -94,7 +95,7 @@ class TritonAttention:
         """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads * head_dim]."""
         assert self._planned is not None, "forward() before plan()"
         batch, lens = self._planned
-        q = self._rope_scatter(qkv, batch, spec)
+        q = self._rope_scatter(qkv, batch, spec).flatten(1)
         return self._decode(q, batch, spec) if batch.is_decode else self._extend(q, batch, lens, spec)
 
     def num_splits(self, num_rows: int) -> int:
@@ -104,23 +105,6 @@ class TritonAttention:
         to_balance = -(-self._max_context // LONGEST_SPLIT)
         worth_it = -(-self._max_context // int(MIN_SPLIT.value))
         return min(MAX_SPLITS, max(to_fill, to_balance), worth_it)
-
-    def _rope_scatter(self, qkv: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
-        """K and V to their slots; returns q, turned: [T, num_heads * head_dim]."""
-        geometry, q_norm, k_norm = self._geometry, spec.q_norm, spec.k_norm
-        assert qkv.is_contiguous(), qkv.stride()
-        assert (q_norm is None) == (k_norm is None), "one norm without the other"
-        q = torch.empty(len(qkv), geometry.num_heads * geometry.head_dim, dtype=qkv.dtype, device=qkv.device)
-        grid = (len(qkv), -(-(geometry.num_heads + 2 * geometry.num_kv_heads) // ROPE_HEADS))
-        rope_scatter_kernel[grid](
-            qkv, q, self._keys[spec.layer], self._values[spec.layer], self._rope.cos, self._rope.sin, batch.positions, batch.slots,
-            qkv if q_norm is None else q_norm.tensor, qkv if k_norm is None else k_norm.tensor,
-            NUM_HEADS=geometry.num_heads, NUM_KV_HEADS=geometry.num_kv_heads, HEAD_DIM=geometry.head_dim,
-            HALF_PAD=_power_of_2(geometry.head_dim // 2), HEAD_BLOCK=ROPE_HEADS, **self._places,
-            Q_EPS=0.0 if q_norm is None else q_norm.eps, K_EPS=0.0 if k_norm is None else k_norm.eps, IS_NORMED=q_norm is not None,
-            num_warps=4,
-        )  # fmt: skip
-        return q
 
     def _decode(self, q: torch.Tensor, batch: AttentionBatch, spec: AttentionSpec) -> torch.Tensor:
         geometry, out, num_rows = self._geometry, torch.empty_like(q), len(batch.rows)
@@ -144,7 +128,7 @@ class TritonAttention:
         out, tile = torch.empty_like(q), EXTEND_TILES[self._operands(q.dtype).itemsize, max(64, self._dim_pad)][self._is_small]
         block_m = max(tile.block_m, _power_of_2(self._group))
         if self._tiles is None:  # the first layer of a step
-            self._tiles = _to_device(extend_tiles(lens, block_m // self._group), q.device)
+            self._tiles = to_device(extend_tiles(lens, block_m // self._group), q.device)
         extend_kernel[(len(self._tiles), self._geometry.num_kv_heads)](
             q, self._keys[spec.layer], self._values[spec.layer], batch.page_table, batch.rows, batch.context_lens, batch.query_starts,
             self._tiles, out, batch.page_table.stride(0),
@@ -180,12 +164,6 @@ def extend_tiles(lens: HostLens, tile_tokens: int) -> NDArray[np.int32]:
     first_positions = (lens.context_lens - lens.extend_lens)[rows] + blocks * tile_tokens
     order = np.argsort(-first_positions, kind="stable")
     return np.stack((rows[order], blocks[order]), axis=1).astype(np.int32)
-
-
-def _to_device(array: NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """Without waiting: torch gives pinned memory to nobody else before the copy is over."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _device_sms(device: torch.device) -> int:

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from common.attention.backend import AttentionBackend, AttentionBatch, HostLens
-from common.engine.rows import DeviceRows, to_device
+from common.engine.rows import DeviceRows
+from common.layers.arrays import to_device
 from common.models.decoder import Decoder
 
 

@@ -23,7 +23,7 @@ class CapturedBuckets:
         self._buckets = buckets
         self._sizes = [size for size in buckets.sizes if size <= max_size]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._logits: dict[int, torch.Tensor] = {}
+        self._logits = torch.empty(0)  # of every graph, so that each does not keep its own: [largest size, vocab]
 
     def run(self, size: int) -> torch.Tensor:
         """As DecodeBuckets.run(). The result is overwritten by the next step."""
@@ -31,7 +31,7 @@ class CapturedBuckets:
         if graph is None:
             return self._buckets.run(size)
         graph.replay()
-        return self._logits[size]
+        return self._logits[:size]
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, float], None]) -> None:
@@ -45,10 +45,12 @@ class CapturedBuckets:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_RUNS):
-                    self._buckets.run(size)
+                    logits = self._buckets.run(size)
+            if done == 0:
+                self._logits = torch.empty_like(logits)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._logits[size] = self._buckets.run(size)
+                self._logits[:size].copy_(self._buckets.run(size))
             self._graphs[size] = graph
         progress("capturing CUDA graphs", 1.0)

@@ -4,20 +4,12 @@ The host sends what changed (RowUpdates) with each launch, and no more: a runnin
 belongs to nobody; it pads a decode batch to its bucket, with one token on the padding page.
 """
 
-from typing import Any
-
 import torch
-from numpy.typing import NDArray
 
 from common.engine.batch import KEEP, RowUpdates
 from common.kvcache.layout import PADDING_PAGE
+from common.layers.arrays import to_device
 from common.sampling.params import SamplingRows
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array on the device, without waiting for it: through pinned memory, which torch reuses only when the copy has been made."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class DeviceRows:

@@ -16,6 +16,12 @@ def as_array(tensor: torch.Tensor) -> Array:
     return array
 
 
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array on the device, without waiting for it: through pinned memory, which torch reuses only when the copy has been made."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Reused:
     """An output [rows, *tail] that is overwritten whenever it is asked for again.
 
