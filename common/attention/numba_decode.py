@@ -8,7 +8,8 @@ The softmax runs online, a tile of TILE positions at a time, so that exponential
 with e(score) = 2^(log2(e) * score * scale), or of soft_cap * tanh(score * scale / soft_cap). Sums are float32, and so are q, K and V but
 where the processor multiplies bfloat16 (vectors.py, PAIRS): there q K^T has factors as they are stored, which is as exact. Dao et al.
 2022 (FlashAttention) name the recurrence, Kwon et al. 2023 the pages. Pages are scattered, so a processor that fetches ahead by itself
-stops at each: the next tile's lines are asked for explicitly, which took a third off the time of 8 x 1024 tokens.
+stops at each: the next tile's lines are asked for explicitly, be it the next request's, while a tile is worked on, and a line of each page
+of the tile after that, whose address may take as long to translate as the line takes to come.
 A head's width is padded to whole vectors; where that changes it, the tile is first copied to padded rows.
 """
 
@@ -16,17 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from common.layers.vectors import LANES, STRIP, TILE, accumulate, exp2, factor, inner, kernel, narrow, score, tanh, zero_factor
+from common.layers.vectors import LANES, STRIP, TILE, UNROLL, accumulate, exp2, factor, inner, kernel, narrow, prefetch, score, tanh, zero_factor
 
 LOG2_E = np.float32(1.4426950408889634)
-SPARE = 3  # score() works in fours
+SPARE = UNROLL - 1  # score() works in fours
 
 
 @inner
 def locate(pages: Any, first: int, count: int, page_stride: int, head_begin: int, page_size: int, head_dim: int, places: Any, spare: int) -> None:
     """Where K of positions [first, first + count) begins in the pool -> places; the last is repeated `spare` times, for what works in blocks."""
-    page, offset = first // page_size, first % page_size
-    done = 0
+    page, offset, done = first // page_size, first % page_size, 0
+    if page_size == 1:  # worth a loop of its own
+        for i in range(count):
+            places[i] = np.int64(pages[first + i]) * page_stride + head_begin
+        done = count
     while done < count:
         begin = np.int64(pages[page]) * page_stride + head_begin + offset * head_dim
         num_here = min(page_size - offset, count - done)
@@ -47,6 +51,53 @@ def pad(memory: Any, places: Any, count: int, spare: int, v_begin: int, head_dim
             padded[(tile + i) * width + j] = memory[places[i] + v_begin + j]
     for i in range(count + spare):
         places[i] = min(i, count - 1) * width
+
+
+@inner
+def _first_position(context: Any, window: int) -> Any:
+    return max(0, context - window) if window > 0 else 0
+
+
+@inner
+def _tile_len(num_positions: Any) -> Any:
+    """Of equal tiles, whole fours: a short last one would leave its successor little time to arrive."""
+    num_tiles = (num_positions + TILE - 1) // TILE
+    return ((num_positions + num_tiles - 1) // num_tiles + UNROLL - 1) // UNROLL * UNROLL
+
+
+@inner
+def _look_ahead(
+    ahead: Any, memory: Any, page_table: Any, rows: Any, context_lens: Any, window: int, num_kv_heads: int,
+    page_stride: int, head_stride: int, layer_begin: int, page_size: int, head_dim: int, places: Any,
+) -> None:  # fmt: skip
+    """Locate the tile where `ahead` int64 [3] stands (n-th token, KV head, first position), ask for a line of each page, and step to
+    the next tile. At the end, nothing: places stay what they were."""
+    n, kv_head = ahead[0], ahead[1]
+    if n == len(rows):
+        return
+    context: Any = np.int64(context_lens[n])
+    first = _first_position(context, window)
+    tile_len = _tile_len(context - first)
+    begin, count = ahead[2], min(tile_len, context - ahead[2])
+    locate(page_table[rows[n]], begin, count, page_stride, kv_head * head_stride + layer_begin, page_size, head_dim, places, SPARE)
+    prefetch(memory, places[0])
+    for i in range(page_size - begin % page_size, count, page_size):
+        prefetch(memory, places[i])
+    ahead[2] += tile_len
+    if ahead[2] >= context:
+        ahead[1], ahead[2] = kv_head + 1, first
+        if kv_head + 1 == num_kv_heads:
+            _start_at(ahead, n + 1, context_lens, window)
+
+
+@inner
+def _start_at(ahead: Any, n: Any, context_lens: Any, window: int) -> None:
+    """The n-th token's first tile, or that of the next one that sees any."""
+    while n < len(context_lens) and context_lens[n] == 0:
+        n += 1
+    ahead[0], ahead[1] = n, 0
+    if n < len(context_lens):
+        ahead[2] = _first_position(np.int64(context_lens[n]), window)
 
 
 @inner
@@ -91,22 +142,22 @@ def _attend_tile(
     for g in range(num):
         decay[g] = largest[g]
     if num == 4:
-        score(4, q, width, memory, rows, count, scores, largest, next_rows, v_begin)
+        score(4, q, width, memory, rows, count, scores, largest, next_rows)
     elif num == 3:
-        score(3, q, width, memory, rows, count, scores, largest, next_rows, v_begin)
+        score(3, q, width, memory, rows, count, scores, largest, next_rows)
     elif num == 2:
-        score(2, q, width, memory, rows, count, scores, largest, next_rows, v_begin)
+        score(2, q, width, memory, rows, count, scores, largest, next_rows)
     else:
-        score(1, q, width, memory, rows, count, scores, largest, next_rows, v_begin)
+        score(1, q, width, memory, rows, count, scores, largest, next_rows)
     _weigh(scores, count, scale, soft_cap, largest, decay, total)
     if num == 4:
-        accumulate(4, scores, memory, rows, count, v_begin, width, decay, acc)
+        accumulate(4, scores, memory, rows, count, v_begin, width, decay, acc, next_rows)
     elif num == 3:
-        accumulate(3, scores, memory, rows, count, v_begin, width, decay, acc)
+        accumulate(3, scores, memory, rows, count, v_begin, width, decay, acc, next_rows)
     elif num == 2:
-        accumulate(2, scores, memory, rows, count, v_begin, width, decay, acc)
+        accumulate(2, scores, memory, rows, count, v_begin, width, decay, acc, next_rows)
     else:
-        accumulate(1, scores, memory, rows, count, v_begin, width, decay, acc)
+        accumulate(1, scores, memory, rows, count, v_begin, width, decay, acc, next_rows)
 
 
 @kernel
@@ -130,12 +181,19 @@ def paged_decode_attention(
     factors, acc = np.full((group, width), zero_factor(q, memory)), np.empty((group, width), np.float32)
     scores, sums = np.empty((STRIP, TILE), np.float32), np.empty((3, group), np.float32)
     largest, decay, total = sums[0], sums[1], sums[2]
-    places, next_places = np.zeros(TILE + SPARE, np.int64), np.zeros(TILE + SPARE, np.int64)
+    ring, ahead, at = np.zeros((3, TILE + SPARE), np.int64), np.zeros(3, np.int64), 0
     padded = np.zeros(2 * TILE * width if width != head_dim else 0, pool.dtype)
+    _start_at(ahead, 0, context_lens, window)
+    for places in ring[:2]:
+        _look_ahead(
+            ahead, memory, page_table, rows, context_lens, window, num_kv_heads,
+            page_stride, head_stride, layer * layer_stride, page_size, head_dim, places,
+        )  # fmt: skip
     for n in range(len(tokens)):
-        token, pages = tokens[n], page_table[rows[n]]
+        token = tokens[n]
         context: Any = np.int64(context_lens[n])
-        first = max(0, context - window) if window > 0 else 0
+        first = _first_position(context, window)
+        tile_len = _tile_len(context - first) if context > 0 else TILE
         for kv_head in range(num_kv_heads):
             heads = q[token, kv_head * group : (kv_head + 1) * group]
             for g in range(group):
@@ -144,15 +202,14 @@ def paged_decode_attention(
                     acc[g, i] = 0.0
                 for i in range(head_dim):
                     factors[g, i] = factor(heads[g, i], factors[g, i])
-            for tile in range(first, context, TILE):
-                count = min(TILE, context - tile)
-                places, next_places = next_places, places
-                if kv_head == 0 and tile == first:
-                    locate(pages, tile, count, page_stride, layer * layer_stride, page_size, head_dim, places, SPARE)
-                next_head, next_tile = (kv_head, tile + TILE) if tile + TILE < context else (kv_head + 1, first)
-                if next_head < num_kv_heads:
-                    num_next, head_begin = min(TILE, context - next_tile), next_head * head_stride + layer * layer_stride
-                    locate(pages, next_tile, num_next, page_stride, head_begin, page_size, head_dim, next_places, SPARE)
+            for tile in range(first, context, tile_len):
+                count = min(tile_len, context - tile)
+                places, next_places = ring[at], ring[(at + 1) % 3]
+                _look_ahead(
+                    ahead, memory, page_table, rows, context_lens, window, num_kv_heads,
+                    page_stride, head_stride, layer * layer_stride, page_size, head_dim, ring[(at + 2) % 3],
+                )  # fmt: skip
+                at = (at + 1) % 3
                 source, v_begin = memory, page_size * head_dim
                 if width != head_dim:
                     pad(memory, places, count, SPARE, v_begin, head_dim, padded, width, TILE)

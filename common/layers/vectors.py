@@ -244,27 +244,34 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(context: Any, memory: Any, index: Any) -> Any:
+    """memory[index] is wanted soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _Memory(context, builder, memory, args[0]).prefetch(args[1])
+        return context.get_dummy_value()
+
+    return types.void(memory, types.intp), generate
+
+
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def score(
-    context: Any, heads: Any, q: Any, width: Any, memory: Any, rows: Any, count: Any, scores: Any, largest: Any, next_rows: Any, v_begin: Any
-) -> Any:
+def score(context: Any, heads: Any, q: Any, width: Any, memory: Any, rows: Any, count: Any, scores: Any, largest: Any, next_rows: Any) -> Any:
     """q [heads, width] times the K rows memory[rows[i] : + width], i < count (rounded up to fours) -> scores [heads, TILE];
-    largest [heads] rises to the largest of them. A NaN is never the largest. next_rows: K rows wanted soon, V lies v_begin further.
+    largest [heads] rises to the largest of them. A NaN is never the largest. next_rows: K rows wanted soon.
     q: float32, or bfloat16 where memory is and PAIRS."""
     in_pairs = q.dtype == types.uint16
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         q_, memory_, rows_, scores_, largest_, next_ = (_Memory(context, builder, signature.args[n], args[n]) for n in (1, 3, 4, 6, 7, 8))
-        width, count, v_begin, I64 = args[2], args[5], args[9], args[2].type
+        width, count, I64 = args[2], args[5], args[2].type
         four, numbers = I64(UNROLL), range(heads.literal_value)
         sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(UNROLL)] for _ in numbers]
         maxima = [cgutils.alloca_once_value(builder, _splat(builder, largest_.element(I64(g)), FOUR)) for g in numbers]
 
         def prefetch(following: list[Any], i: Any) -> None:
             for coming in following:
-                k_index = builder.add(coming, i)
-                memory_.prefetch(k_index)
-                memory_.prefetch(builder.add(k_index, v_begin))
+                memory_.prefetch(builder.add(coming, i))
 
         def load(factors: _Memory, at: Any, num_words: int) -> Any:
             return factors.words(at, num_words) if in_pairs else factors.vector(at)
@@ -300,16 +307,19 @@ def score(
             largest_.set_element(I64(g), _larger(builder, _larger(builder, a, b), _larger(builder, c, d)))
         return context.get_dummy_value()
 
-    return types.void(heads, q, types.intp, memory, rows, types.intp, scores, largest, next_rows, types.intp), generate
+    return types.void(heads, q, types.intp, memory, rows, types.intp, scores, largest, next_rows), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def accumulate(context: Any, heads: Any, weights: Any, memory: Any, rows: Any, count: Any, v_begin: Any, width: Any, decay: Any, acc: Any) -> Any:
-    """acc [heads, width] = acc * decay [heads] + weights [heads, TILE] times the V rows memory[rows[i] + v_begin : + width], i < count."""
+def accumulate(
+    context: Any, heads: Any, weights: Any, memory: Any, rows: Any, count: Any, v_begin: Any, width: Any, decay: Any, acc: Any, next_rows: Any
+) -> Any:
+    """acc [heads, width] = acc * decay [heads] + weights [heads, TILE] times the V rows memory[rows[i] + v_begin : + width], i < count.
+    Of next_rows, V is wanted soon."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights_, memory_, rows_, decay_, acc_ = (_Memory(context, builder, signature.args[n], args[n]) for n in (1, 2, 3, 7, 8))
-        count, v_begin, width = args[4], args[5], args[6]
+        next_, count, v_begin, width = _Memory(context, builder, signature.args[9], args[9]), args[4], args[5], args[6]
         I64, numbers = width.type, range(heads.literal_value)
 
         def fold(begin: Any, num_vectors: int) -> None:
@@ -322,6 +332,9 @@ def accumulate(context: Any, heads: Any, weights: Any, memory: Any, rows: Any, c
             with cgutils.for_range(builder, count, intp=I64) as loop:
                 value = builder.add(builder.add(rows_.element(loop.index), v_begin), begin)
                 v = [memory_.vector(builder.add(value, I64(n * LANES))) for n in range(num_vectors)]
+                coming = builder.add(builder.add(next_.element(loop.index), v_begin), begin)
+                for n in range(0, num_vectors, 2 if memory.dtype == types.uint16 else 1):  # a line each
+                    memory_.prefetch(builder.add(coming, I64(n * LANES)))
                 for g in numbers:
                     weight = _splat(builder, weights_.element(builder.add(loop.index, I64(g * TILE))), VECTOR)
                     for n in range(num_vectors):
@@ -337,7 +350,7 @@ def accumulate(context: Any, heads: Any, weights: Any, memory: Any, rows: Any, c
             fold(begin, 1)
         return context.get_dummy_value()
 
-    return types.void(heads, weights, memory, rows, types.intp, types.intp, types.intp, decay, acc), generate
+    return types.void(heads, weights, memory, rows, types.intp, types.intp, types.intp, decay, acc, next_rows), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
