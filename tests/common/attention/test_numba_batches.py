@@ -46,6 +46,13 @@ def test_long_batches_equal_the_oracle(case: Case) -> None:
     step.check(NumbaAttention(step.geometry, step.pool, step.rope))
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
+def test_threads_share_a_batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    step = Step(case)
+    step.check(NumbaAttention(step.geometry, step.pool, step.rope))
+
+
 def test_one_backend_takes_turns_with_batches_of_every_kind() -> None:
     """As if each had one of its own: nothing is left over from the step before."""
     cases_in_turn = [Case(((9, 1), (64, 1)), is_decode=True), Case(((3, 40), (70, 2))), Case(((200, 1),), dtype=BF16, is_decode=True)]
