@@ -16,13 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from common.engine.batch import DecodeBatch, ExtendBatch, SamplingBatch
+from common.engine.batch import NO_SAMPLING, NO_UPDATES, DecodeBatch, ExtendBatch, RowUpdates, SamplingBatch
 from common.engine.runner import ModelRunner
 from common.layers.linear import Linear
 
 Step = Callable[[], object]
+Int32s = NDArray[np.int32]
+WARM_TURNS = 2  # not counted: they fill caches
 
 
 def main() -> None:
@@ -32,17 +35,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="turns of each step (default: 30; extend a third of it)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: bfloat16")
     parser.add_argument("--attention-backend", default="auto", choices=["auto", "numba", "torch"], help="default: auto")
-    parser.add_argument("--context", type=int, default=320, help="tokens before each decode step (default: 320)")
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8], help="decode batch sizes (default: 1 8)")
+    parser.add_argument("--context", type=int, default=320, help="tokens before the first decode step (default: 320)")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32], help="decode batch sizes (default: 1 8 32)")
     parser.add_argument("--extend", type=int, nargs="*", default=[256], help="prompt lengths of extend steps (default: 256)")
     options = parser.parse_args()
-    page_size = 16
-    num_pages = 2 + max(options.batches, default=1) * (options.context // page_size + 1) + max(options.extend, default=0) // page_size
+    page_size, max_rows = 16, max([1, *options.batches])
+    pages_per_row = -(-max(options.context + options.rounds + WARM_TURNS, *options.extend, 1) // page_size)
     runner = ModelRunner(
         options.model_dir,
         dtype=options.dtype,
         page_size=page_size,
-        num_pages=num_pages,
+        num_pages=1 + max_rows * pages_per_row,
+        max_running_requests=max_rows,
         threads=options.threads,
         attention_backend=options.attention_backend,
     )
@@ -50,11 +54,11 @@ def main() -> None:
     floors = Floors(runner)
     print(f"{'step':24} {'ms':>8} {'linears':>8} {'ratio':>6} {'F.linear':>9} {'ratio':>6}   (medians; best of step {'/'} linears)")
     for batch_size in options.batches:
-        batch = decode_batch(batch_size, options.context, page_size)
-        report(f"decode {batch_size} at {options.context}", partial(runner.decode, batch), floors, batch_size, batch_size, options.rounds)
+        decode = DecodeSteps(runner, batch_size, options.context, pages_per_row)
+        report(f"decode {batch_size} at {options.context}", decode.step, floors, batch_size, batch_size, options.rounds)
     for num_tokens in options.extend:
-        extend = extend_batch(num_tokens, page_size)
-        report(f"extend {num_tokens}", partial(runner.extend, extend), floors, num_tokens, 1, max(3, options.rounds // 3))
+        step = partial(runner.launch, extend_batch(num_tokens, pages_per_row))
+        report(f"extend {num_tokens}", step, floors, num_tokens, 1, max(3, options.rounds // 3))
 
 
 class Floors:
@@ -94,38 +98,47 @@ def _run_all(linears: list[Linear], inputs: list[torch.Tensor]) -> None:
 def report(name: str, step: Step, floors: Floors, num_rows: int, num_sampled: int, rounds: int) -> None:
     steps = (step, floors.engine(num_rows, num_sampled), floors.plain(num_rows, num_sampled))
     times_ms: tuple[list[float], ...] = ([], [], [])
-    for turn in range(rounds + 2):
+    for turn in range(rounds + WARM_TURNS):
         for run, taken_ms in zip(steps, times_ms, strict=True):
             start_s = time.perf_counter()
             run()
-            if turn >= 2:  # the first turns fill caches
+            if turn >= WARM_TURNS:
                 taken_ms.append((time.perf_counter() - start_s) * 1e3)
     whole, engine, plain = (statistics.median(taken) for taken in times_ms)
     best = f"{min(times_ms[0]):.2f} / {min(times_ms[1]):.2f} = {min(times_ms[0]) / min(times_ms[1]):.2f}"
     print(f"{name:24} {whole:8.2f} {engine:8.2f} {whole / engine:6.2f} {plain:9.2f} {whole / plain:6.2f}   ({best})", flush=True)
 
 
+class DecodeSteps:
+    """Rows that begin at `context` tokens and get longer by one a step."""
+
+    def __init__(self, runner: ModelRunner, num_rows: int, context: int, pages_per_row: int) -> None:
+        self._runner, self._rows = runner, np.arange(num_rows, dtype=np.int32)
+        self._context_lens, self._sampling = np.full(num_rows, context, np.int32), greedy(num_rows)
+        self._updates = updates(num_rows, pages_per_row, self._rows, self._context_lens)
+
+    def step(self) -> None:
+        self._runner.launch(DecodeBatch(self._updates, self._rows, self._context_lens, self._sampling)).tokens()
+        self._updates, self._context_lens = NO_UPDATES, self._context_lens + 1
+
+
+def extend_batch(num_tokens: int, pages_per_row: int) -> ExtendBatch:
+    nobody, lens, rows = np.empty(0, np.int32), np.array([num_tokens], np.int32), np.zeros(1, np.int32)
+    ids = np.arange(num_tokens, dtype=np.int64) + 100
+    return ExtendBatch(updates(1, pages_per_row, nobody, nobody), rows, ids, lens, lens, np.zeros(1, np.int32), greedy(1))
+
+
+def updates(num_rows: int, pages_per_row: int, joined_rows: Int32s, context_lens: Int32s) -> RowUpdates:
+    """Pages scattered over the pool, as a long-running node's are; rows that start to decode."""
+    pages = (np.random.default_rng(0).permutation(num_rows * pages_per_row) + 1).astype(np.int32)
+    rows, columns = np.divmod(np.arange(len(pages), dtype=np.int32), np.int32(pages_per_row))
+    token_ids = np.arange(len(joined_rows), dtype=np.int64) + 100
+    return RowUpdates(rows, columns, pages, np.empty(0, np.int32), NO_SAMPLING, joined_rows, token_ids, context_lens)
+
+
 def greedy(num_rows: int) -> SamplingBatch:
     zeros, ones = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
-    return SamplingBatch(zeros, ones, np.full(num_rows, -1, np.int32), zeros, np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64))
-
-
-def page_table(num_rows: int, num_tokens: int, page_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """Pages scattered over the pool, as a long-running node's are."""
-    pages_per_row = -(-num_tokens // page_size)
-    pages = np.random.default_rng(0).permutation(num_rows * pages_per_row) + 1
-    return pages.astype(np.int32).reshape(num_rows, pages_per_row)
-
-
-def decode_batch(num_rows: int, context: int, page_size: int) -> DecodeBatch:
-    ids = np.arange(num_rows, dtype=np.int64) + 100
-    return DecodeBatch(ids, np.full(num_rows, context, np.int32), page_table(num_rows, context, page_size), greedy(num_rows))
-
-
-def extend_batch(num_tokens: int, page_size: int) -> ExtendBatch:
-    lens = np.array([num_tokens], np.int32)
-    ids = np.arange(num_tokens, dtype=np.int64) + 100
-    return ExtendBatch(ids, lens, lens, page_table(1, num_tokens, page_size), np.zeros(1, np.int32), greedy(1))
+    return SamplingBatch(zeros, ones, np.full(num_rows, -1, np.int32), zeros, np.zeros(num_rows, np.int64))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Decoder:
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [DecoderLayer(config, layer, dtype, device, quantizer) for layer in range(config.num_layers)]
         self.final_norm = NormWeight.empty(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self._next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         self.head = Linear(config.hidden_size, config.vocab_size, False, dtype, device, quantizer.head if quantizer is not None else None)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding  # what Linear allocated was never touched, so it never took memory
@@ -59,8 +60,7 @@ class Decoder:
         ops = self._ops
         residual = self.head.embed(ids) if self.config.tie_word_embeddings else F.embedding(ids, self.embedding)
         x = ops.rms_norm(residual, self.layers[0].input_norm)
-        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
             attended = attn.forward(layer.qkv(x), layer.attention)
             if next_norm is self.final_norm and rows is not None:
                 attended, residual = attended[rows], residual[rows]
@@ -69,8 +69,8 @@ class Decoder:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [S, hidden] as returned by a call -> float32 [S, vocab]."""
-        return self.head(hidden).float()
+        """hidden: [S, hidden] as returned by a call -> [S, vocab], of the same type: to widen them would only move more bytes."""
+        return self.head(hidden)
 
     def linears(self) -> list[Linear]:
         """Every GEMM of a step, in order."""
