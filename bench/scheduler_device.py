@@ -13,10 +13,9 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from scheduler_load import FIRST_TOKEN_ID, VOCABULARY
 
 from common.engine.batch import Batch, DecodeBatch
-
-FIRST_TOKEN_ID, VOCABULARY = 1000, 32_000  # what is drawn is at least the one, below the other
 
 
 class Clock(Protocol):
@@ -51,45 +50,36 @@ class HostClock:
 
 
 class SyntheticDevice:
-    """A Runner (common/engine/launched.py). Draws arbitrary tokens."""
+    """A Runner (common/engine/launched.py) of decode steps. Draws arbitrary tokens."""
 
-    def __init__(self, clock: Clock, decode_step_s: float, *, max_rows: int, extend_s_per_token: float = 0.0) -> None:
+    def __init__(self, clock: Clock, decode_step_s: float, *, max_rows: int) -> None:
         self.clock = clock
         self.decode_step_s = decode_step_s
-        self._extend_s_per_token = extend_s_per_token
         self._drawn = np.random.default_rng(0).integers(FIRST_TOKEN_ID, VOCABULARY, max_rows, dtype=np.int64)
         self._free_s: float | None = None  # when the step launched last ends
         self.num_steps = 0
-        self.num_rows = 0  # of all decode steps
-        self.busy_s = 0.0
         self.idle_s = 0.0  # between steps
-        self.waited_s = 0.0  # the host, for steps
 
     def launch(self, batch: Batch) -> "SyntheticStep":
+        assert isinstance(batch, DecodeBatch), "prompts are computed elsewhere"
         now_s = self.clock.now_s()
         start_s = now_s if self._free_s is None else max(now_s, self._free_s)
         self.idle_s += 0.0 if self._free_s is None else start_s - self._free_s
-        if isinstance(batch, DecodeBatch):
-            step_s, num_drawn = self.decode_step_s, len(batch.rows)
-            self.num_rows += num_drawn
-        else:
-            step_s, num_drawn = self._extend_s_per_token * len(batch.token_ids), len(batch.sample_rows)
-        self._free_s = start_s + step_s
-        self.busy_s += step_s
+        self._free_s = start_s + self.decode_step_s
         self.num_steps += 1
-        return SyntheticStep(self, self._free_s, self._drawn[:num_drawn])
+        return SyntheticStep(self.clock, self._free_s, self._drawn[: len(batch.rows)])
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticStep:
     """A Launched, and its own Ready."""
 
-    device: SyntheticDevice
+    clock: Clock
     ends_s: float
     drawn: NDArray[np.int64]
 
     def query(self) -> bool:
-        return self.device.clock.now_s() >= self.ends_s
+        return self.clock.now_s() >= self.ends_s
 
     @property
     def ready(self) -> "SyntheticStep | None":
@@ -99,8 +89,5 @@ class SyntheticStep:
         return self.query()
 
     def tokens(self) -> NDArray[np.int64]:
-        clock = self.device.clock
-        asked_s = clock.now_s()
-        clock.wait_until(self.ends_s)
-        self.device.waited_s += max(0.0, clock.now_s() - asked_s)
+        self.clock.wait_until(self.ends_s)
         return self.drawn

@@ -19,7 +19,7 @@ from common.request import Bootstrap, SamplingParams, TextSpec
 from common.sockets import Receiver, Sender
 
 ONE_DAY_S = 86_400.0
-FIRST_TOKEN_ID, VOCABULARY = 1000, 32_000
+FIRST_TOKEN_ID, VOCABULARY = 1000, 32_000  # tokens are at least the one, below the other
 SHORT = (2, 6)
 
 

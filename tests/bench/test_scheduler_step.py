@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from scheduler_device import FIRST_TOKEN_ID, VOCABULARY, HostClock, SyntheticDevice, SyntheticStep, WallClock
+from scheduler_device import HostClock, SyntheticDevice, SyntheticStep, WallClock
 from scheduler_harness import ListIntake
-from scheduler_load import SHORT, Load, Requests
-from scheduler_step import BATCH_SIZES, BY_QUEUE, BY_SERVED, BY_SIZE, PAGE_SIZE, Case, Measured, Node, make_node, plot, run, tables
+from scheduler_load import FIRST_TOKEN_ID, SHORT, VOCABULARY, Load, Requests
+from scheduler_step import BACK_TO_BACK, BATCH_SIZES, BY_QUEUE, BY_SERVED, BY_SIZE, PAGE_SIZE, Case, Measured, Node, make_node, plot, run, tables
 
 from common.engine.batch import NO_SAMPLING, NO_UPDATES, Batch, DecodeBatch
 from common.messages import ToScheduler
@@ -219,9 +219,9 @@ def test_a_load_of_requests_that_come_and_go_is_measured() -> None:
 
 
 def test_tables_and_plot_have_every_size() -> None:
-    measured = {case: Measured(0.5, 100.0, 110.0, 150.0) for case in (*BY_SIZE, *BY_QUEUE, *BY_SERVED)}
+    measured = {case: Measured(0.5, 100.0, 110.0, 150.0) for case in (*BY_SIZE, *BACK_TO_BACK, *BY_QUEUE, *BY_SERVED)}
     text = tables(measured)
     assert text.count("50.0%") == len(BY_SIZE)
-    assert text.count("100 / 110 / 150") == 2 * len(BATCH_SIZES) + len(BY_QUEUE) + len(BY_SERVED)
+    assert text.count("100 / 110 / 150") == 3 * len(BATCH_SIZES) + len(BY_QUEUE) + len(BY_SERVED)
     lines = ET.fromstring(plot(measured)).findall("{*}polyline")
-    assert [len(line.attrib["points"].split()) for line in lines] == [len(BATCH_SIZES)] * 6
+    assert [len(line.attrib["points"].split()) for line in lines] == [len(BATCH_SIZES)] * 7
