@@ -15,10 +15,10 @@ AVX512-BF16 the same code widens to float32, and is as much slower.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numba.core.registry
 import numpy as np
 import torch
 from llvmlite import ir
@@ -26,6 +26,7 @@ from numba import types
 
 from common.layers.arrays import Array, as_array
 from common.layers.quantized import BLOCK, Blocks, quantised
+from common.layers.vectors import PAIRS as BFLOAT16_PAIRS
 from common.layers.vectors import cgutils, inner, intrinsic, kernel, narrow, widen
 
 PANEL = 16  # outputs: float32 lanes of a register
@@ -36,7 +37,6 @@ WORK_A_THREAD = 1 << 22  # multiplications; below it handing over to a thread co
 BITS = 4, 8
 Q_NBYTES = {4: PANEL * BLOCK // 2, 8: PANEL * BLOCK}  # of a panel's block
 SCALES = {4: 2 * PANEL, 8: PANEL}  # scale, and low, of its outputs
-HAS_BFLOAT16_PAIRS = "+avx512bf16" in str(numba.core.registry.cpu_target.target_context.codegen().magic_tuple())  # what numba compiles for
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]  # llvmlite has no types
@@ -176,7 +176,7 @@ def _float16(context: Any, bits: Any) -> Any:
 # ---- kernels -------------------------------------------------------------------------------------------------------------------------
 
 
-def multiply_kernel(bits: int, native: bool = HAS_BFLOAT16_PAIRS) -> Any:
+def multiply_kernel(bits: int, native: bool = BFLOAT16_PAIRS) -> Any:
     """The kernel for int4 or int8. native: by AVX512-BF16; False: on any machine."""
     q_nbytes, num_scales = Q_NBYTES[bits], SCALES[bits]
 
@@ -288,18 +288,14 @@ class BlockWeight:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty(len(x), self.num_out, dtype=torch.bfloat16)
-        x_array, y_array = as_array(x), as_array(y)
-
-        def multiply(first_panel: int, end_panel: int) -> None:
-            self._multiply(x_array, self._q, self._scales, self._bias, y_array, first_panel, end_panel)
-
+        arguments = (as_array(x), self._q, self._scales, self._bias, as_array(y))
         parts = min(self._num_threads, len(x) * self.num_in * self.num_out // WORK_A_THREAD, self.num_panels)
         if self._pool is None or parts < 2:
-            multiply(0, self.num_panels)
+            self._multiply(*arguments, 0, self.num_panels)
             return y
         ends = [self.num_panels * part // parts for part in range(parts + 1)]
-        others = [self._pool.submit(multiply, begin, end) for begin, end in pairwise(ends[1:])]
-        multiply(0, ends[1])
+        others = [self._pool.submit(partial(self._multiply, *arguments, begin, end)) for begin, end in pairwise(ends[1:])]
+        self._multiply(*arguments, 0, ends[1])
         for other in others:
             other.result()
         return y

@@ -5,8 +5,8 @@
 Both scales bring the largest magnitude to float8's largest number, 448. A checkpoint in float8 brings its own weight scales; by them its
 q come out as they were stored. Scales by token need no calibration and keep one row's outliers from the others.
 
-torch._scaled_mm multiplies; it has never been run on a GPU here. Its arithmetic is tested on CPU, where torch has the same function. All of it
-is of fixed shape and on the device, so it may be captured in a CUDA graph.
+torch._scaled_mm multiplies; it has never been run on a GPU here. The arithmetic is tested on CPU, where torch 2.13 has the same function. All of
+it is of fixed shape and on the device, so it may be captured in a CUDA graph.
 """
 
 import torch

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from float8 import multiplies_float8
 from tiny_models import cached_checkpoint, edit_tensors
 
 from common.engine.loader import load_weights, resolve_dtype
@@ -157,6 +158,7 @@ def test_float8_weights_are_their_numbers_times_their_scale(tmp_path: Path, scal
     assert all(torch.equal(loaded[name], weight) for name, weight in meant.items())
 
 
+@multiplies_float8
 def test_float8_numbers_survive_bfloat16_and_are_multiplied_as_they_were_stored(tmp_path: Path) -> None:
     """The scale by row goes with the weight; without it the numbers would be rounded to float8 a second time."""
     directory, meant = float8_copy(tmp_path, SCALES["output"], "_scale")

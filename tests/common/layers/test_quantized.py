@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from float8 import multiplies_float8
 from gguf import GGMLQuantizationType as GGUFType
 from gguf.quants import dequantize, quantize
 
@@ -148,7 +149,7 @@ def test_inputs_that_fill_no_block_stay_in_bfloat16() -> None:
     assert torch.equal(linear(torch.eye(BLOCK + 8).bfloat16()), weight.T)
 
 
-# ---- float8: torch multiplies it on CPU too ---------------------------------------------------------------------------------------------
+# ---- float8 ---------------------------------------------------------------------------------------------
 
 
 def test_float8_scales_bring_the_largest_to_the_end_of_its_range() -> None:
@@ -161,6 +162,7 @@ def test_float8_scales_bring_the_largest_to_the_end_of_its_range() -> None:
     assert bool(p.float()[10].eq(0).all())  # the row of zeros
 
 
+@multiplies_float8
 def test_float8_product_scales_by_token_and_by_output() -> None:
     weight, bias, x = weight_of((32, 48)).bfloat16(), torch.randn(32).bfloat16(), torch.randn(5, 48).bfloat16() * torch.logspace(-3, 3, 5)[:, None]
     x = x.bfloat16()
@@ -171,6 +173,7 @@ def test_float8_product_scales_by_token_and_by_output() -> None:
     torch.testing.assert_close(y.double(), expected + bias.double(), rtol=2**-6, atol=1e-6)
 
 
+@multiplies_float8
 def test_float8_takes_the_scales_of_the_checkpoint() -> None:
     stored = torch.randn(32, 48).to(FLOAT8)
     scale = torch.rand(32) + 0.1  # not what the largest numbers would ask for
@@ -179,6 +182,7 @@ def test_float8_takes_the_scales_of_the_checkpoint() -> None:
     assert torch.equal(y.T, (stored.float() * scale[:, None]).bfloat16())
 
 
+@multiplies_float8
 def test_float8_keeps_a_broken_row_to_itself() -> None:
     form, x = Float8Weight(torch.randn(16, 32).bfloat16(), None, None), torch.randn(4, 32).bfloat16()
     whole = form(x)
