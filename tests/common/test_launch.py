@@ -155,6 +155,7 @@ async def test_kill_of_a_parent_takes_its_children(stopped: bool) -> None:
     if stopped:
         os.kill(pid, signal.SIGSTOP)
     parent.process.kill()
+    await parent.wait_death()
     await gone(pid)
 
 
