@@ -137,6 +137,8 @@ class Bench:
             lone_s = await self.lone("PD", urls)
             alone = await run(urls, Workload(NUM_STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS, 0, self.plan.sweep_window_s, seed=2))
             gaps_s = [gap_s for stream in alone.stream_gaps_s() for gap_s in stream]
+            if not gaps_s:
+                raise StreamBroken(f"streams alone got no token within {alone.window_s:g} s: cores {self.cores} are not free")
             limits = Limits.multiples_of(lone_s[PROMPT_TOKENS], fmean(gaps_s))
             self.keep("streams_alone", _plain(figures([alone])))
             self.keep("limits", asdict(limits))

@@ -84,11 +84,18 @@ def test_goodput_is_the_rate_at_which_the_strain_first_exceeds_one() -> None:
     assert goodput([]) == 0.0
 
 
-def test_gaps_that_begin_in_the_window_count_whole() -> None:
-    early, over_the_end = stream([1.0, 1.0], start_s=-1.5), stream([4.0, 50.0, 1.0], start_s=5.0)
-    assert episode([early, over_the_end], [], window_s=10.0).stream_gaps_s() == [[], [4.0, 50.0]]
-    assert episode([early], [], window_s=10.0).stream_gaps_s() == [[]]  # its first gap began before, its last token was at 0.5
-    assert episode([stream([1.0, 1.0], start_s=-0.5)], [], window_s=10.0).stream_gaps_s() == [[1.0]]
+def test_gaps_count_whole_when_a_part_lies_in_the_window() -> None:
+    before, over_the_start, over_the_end = stream([1.0], -2.0), stream([1.0, 2.0, 1.0], -2.0), stream([4.0, 50.0, 1.0], 5.0)
+    over_all_of_it = stream([90.0], -9.0)
+    taken = episode([before, over_the_start, over_the_end, over_all_of_it], [], window_s=10.0)
+    assert taken.stream_gaps_s() == [[], [2.0, 1.0], [4.0, 50.0], [90.0]]
+
+
+def test_streams_that_got_nothing_are_no_success() -> None:
+    starved = episode([stream([]), stream([])], [prompt(1.0)])
+    assert strain([starved], LIMITS) == math.inf
+    assert attained([starved], LIMITS) == 0.5
+    assert strain([episode([stream([]), stream([0.05] * 50)], [prompt(1.0)])], LIMITS) == pytest.approx(0.5)  # it had just begun anew
 
 
 def test_figures_are_of_all_episodes_in_ms_and_of_what_was_served() -> None:
