@@ -10,8 +10,9 @@ int8 widens by two conversions. int4 takes no arithmetic at all: a nibble of a 1
 in a table of sixteen bfloat16, which stands in one register twice, so that the fifth bit, the next nibble's, makes no difference.
 
 Rows go in tiles, whose sums stay in the first cache while a panel is passed through. Figures, also for torch's own kernels
-(_weight_int8pack_mm, _weight_int4pack_mm_for_cpu), which fall behind bfloat16 from some four to eight rows on: bench/quantization.py. Without
-AVX512-BF16 the same code widens to float32, and is as much slower.
+(_weight_int8pack_mm, _weight_int4pack_mm_for_cpu), which fall behind bfloat16 from four and from sixteen rows on: bench/quantization.py. From
+64 rows on bfloat16 in oneDNN's order is up to a fifth faster. Without AVX512-BF16 the same code widens to float32, and from eight rows on is
+slower than bfloat16. AMX, which oneDNN has for bfloat16, is not used here, and has not been measured.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +32,9 @@ from common.layers.vectors import cgutils, inner, intrinsic, kernel, narrow, wid
 
 PANEL = 16  # outputs: float32 lanes of a register
 PAIRS = BLOCK // 2
-ROW_TILE = 64  # 4 KiB of sums, 4 KiB of inputs; 16 lost a tenth at 512 rows, 32 to 128 were equal
+ROW_TILE = 64  # 4 KiB of sums, 4 KiB of inputs; with 16 rows 256 and more were slower, 32 to 128 were alike
 QUANTISED_AT_ONCE = 1 << 22  # weights: bounds what quantising takes beside the weight itself to some 100 MB
-WORK_A_THREAD = 1 << 22  # multiplications; below it handing over to a thread costs more than it saves
+WORK_A_THREAD = 1 << 22  # multiplications: 0.1 ms of one row in int4; handing over to a thread and back takes 20 us
 BITS = 4, 8
 Q_NBYTES = {4: PANEL * BLOCK // 2, 8: PANEL * BLOCK}  # of a panel's block
 SCALES = {4: 2 * PANEL, 8: PANEL}  # scale, and low, of its outputs
