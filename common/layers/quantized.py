@@ -4,9 +4,10 @@
     int4    w = scale * q + low        q in 0..15        5 bits a weight
 
 scale and low are float16. These are the blocks of GGUF's Q8_0 and Q4_1 (https://github.com/ggml-org/ggml, ggml-common.h), and the values
-are chosen by its rules. So weights that were dequantised from such a file come back as the blocks they were: exactly from float32; from
-bfloat16, to which a .gguf is converted here, with an error of 1e-5 of the weights, of the few scales that round to a neighbour (the
-bfloat16 weights themselves are off by 1e-3). Q4_0, w = scale * (q - 8), is int4 with low = -8 * scale and comes back too.
+are chosen by its rules. So weights that were dequantised from such a file to float32 come back as the blocks they were. Q4_0,
+w = scale * (q - 8), is int4 with low = -8 * scale and comes back too. Through bfloat16, to which a .gguf is converted here, four bits come back
+with an error of 1e-5 (Q4_1) or 2e-4 of the weights (the bfloat16 weights themselves are off by 1e-3), if the file was made from a bfloat16 checkpoint, as
+most are: the ends of a block were bfloat16 numbers, and rounding finds them again. Else, and in eight bits, both roundings add up.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ text process. What transformers writes is read back before success is reported: 
 or an end-of-text id would only be noticed as strange text. On failure the last line of standard error is the reason.
 
 bfloat16, though the file says more: float32 would take twice the disk, and a model in bfloat16 or fewer bits gains nothing by it. int4 finds the
-blocks of Q4_1 and Q4_0 again behind the rounding (quantized.py): its logits, measured, are those of the exact weights.
+blocks of Q4_1 and Q4_0 again behind the rounding (quantized.py): the embedded model's logits are those of the exact weights.
 """
 
 import json

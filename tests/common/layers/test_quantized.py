@@ -43,6 +43,14 @@ def test_weights_of_a_gguf_file_come_back_as_they_were(bits: int, stored: GGUFTy
     assert torch.equal(quantised(exact, bits).dequantised(), exact)
 
 
+@pytest.mark.parametrize(("stored", "most_error"), [(GGUFType.Q4_1, 1e-4), (GGUFType.Q4_0, 4e-4)])
+def test_four_bits_made_of_bfloat16_come_back_through_bfloat16(stored: GGUFType, most_error: float) -> None:
+    exact = torch.from_numpy(dequantize(quantize(torch.randn(64, 4 * BLOCK).bfloat16().float().numpy(), stored), stored))
+    rounded = exact.bfloat16()
+    assert (rounded.float() - exact).norm() > 1e-3 * exact.norm()
+    assert (quantised(rounded, 4).dequantised() - exact).norm() < most_error * exact.norm()
+
+
 @pytest.mark.parametrize(("bits", "steps"), [(8, 127.0), (4, 15.0)])
 def test_values_are_within_a_step_of_their_own(bits: int, steps: float) -> None:
     """Half a step by the grid; a scale below 6e-5 is a coarser float16, and the grid around zero may cut the far end of the other side."""
