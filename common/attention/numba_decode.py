@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from common.layers.vectors import LANES, STRIP, TILE, UNROLL, accumulate, exp2, factor, inner, kernel, narrow, prefetch, score, tanh, zero_factor
+from common.layers.vectors import LANES, STRIP, TILE, UNROLL, accumulate, convert, exp2, inner, kernel, narrow, prefetch, score, tanh, zero_factor
 
 LOG2_E = np.float32(1.4426950408889634)
 SPARE = UNROLL - 1  # score() works in fours
@@ -201,7 +201,7 @@ def paged_decode_attention(
                 for i in range(width):
                     acc[g, i] = 0.0
                 for i in range(head_dim):
-                    factors[g, i] = factor(heads[g, i], factors[g, i])
+                    factors[g, i] = convert(heads[g, i], factors[g, i])
             for tile in range(first, context, tile_len):
                 count = min(tile_len, context - tile)
                 places, next_places = ring[at], ring[(at + 1) % 3]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from common.attention.numba_decode import LOG2_E, exponent, locate, pad
-from common.layers.vectors import LANES, STRIP, exp2, factor, inner, join, kernel, largest_of, multiply, narrow, transpose, zero_factor
+from common.layers.vectors import LANES, STRIP, convert, exp2, inner, join, kernel, largest_of, multiply, narrow, transpose, zero_factor
 
 KEYS = 128  # a tile: 32 KiB at head_dim 64 in bfloat16
 SCORED = 4 * LANES  # keys scored together
@@ -127,7 +127,7 @@ def paged_extend_attention(
                 for r in range(num_rows):
                     heads = q[block + r // group, kv_head * group + r % group]
                     for i in range(head_dim):
-                        factors[r, i] = factor(heads[i], none)
+                        factors[r, i] = convert(heads[i], none)
                 largest[:], total[:], acc[:] = -np.inf, 0.0, 0.0
                 first_position = context - end_token + block
                 first_key = max(0, first_position + 1 - window) if window > 0 else 0

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from common.layers.vectors import exp2, inner, kernel, narrow, widen
+from common.layers.vectors import LANES, convert, exp2, inner, kernel, narrow, turn, widen
 
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
 
@@ -48,23 +48,32 @@ def silu_mul(gate_up: Any, out: Any) -> None:
 
 
 @inner
-def _turn(x: Any, weight: Any, eps: float, cos: Any, sin: Any, out: Any) -> None:
-    """One head: RMS norm unless `weight` is empty, then elements j and j + D/2 turn by angle j. x, out: [D]; cos, sin: [D/2]."""
-    half = len(cos)
-    if len(weight) == 0:
-        for i in range(half):
-            low, high = widen(x[i]), widen(x[half + i])
-            out[i] = narrow(low * cos[i] - high * sin[i], out[i])
-            out[half + i] = narrow(high * cos[i] + low * sin[i], out[i])
+def _rotate(x: Any, begin: int, half: int, cos: Any, sin: Any, angles: int, out: Any, out_begin: int) -> None:
+    if half % LANES == 0:
+        turn(x, begin, half, cos, sin, angles, out, out_begin)
         return
-    total = np.float32(0.0)
-    for i in range(2 * half):
-        total += widen(x[i]) * widen(x[i])
-    inverse = np.float32(1.0) / np.sqrt(total / np.float32(2 * half) + np.float32(eps))
     for i in range(half):
-        low, high = widen(x[i]) * inverse * widen(weight[i]), widen(x[half + i]) * inverse * widen(weight[half + i])
-        out[i] = narrow(low * cos[i] - high * sin[i], out[i])
-        out[half + i] = narrow(high * cos[i] + low * sin[i], out[i])
+        low, high, c, s = widen(x[begin + i]), widen(x[begin + half + i]), cos[angles + i], sin[angles + i]
+        out[out_begin + i] = narrow(low * c - high * s, out[0])
+        out[out_begin + half + i] = narrow(high * c + low * s, out[0])
+
+
+@inner
+def _turn(
+    x: Any, begin: int, head_dim: int, weight: Any, eps: float, cos: Any, sin: Any, angles: int, out: Any, out_begin: int, normed: Any
+) -> None:  # fmt: skip
+    """One head x[begin : + head_dim]: RMS norm unless `weight` is empty, then elements j and j + D/2 turn by angle j. normed: scratch [D]."""
+    half = head_dim // 2
+    if len(weight) > 0:
+        total = np.float32(0.0)
+        for i in range(head_dim):
+            total += widen(x[begin + i]) * widen(x[begin + i])
+        inverse = np.float32(1.0) / np.sqrt(total / np.float32(head_dim) + np.float32(eps))
+        for i in range(head_dim):
+            normed[i] = widen(x[begin + i]) * inverse * widen(weight[i])
+        _rotate(normed, 0, half, cos, sin, angles, out, out_begin)
+    else:
+        _rotate(x, begin, half, cos, sin, angles, out, out_begin)
 
 
 @kernel
@@ -75,18 +84,23 @@ def rope_scatter(
     """qkv [T, (H + 2 KV) * D]: q, normed and turned, -> q_out [T, H, D]; k, normed and turned, and v -> their slots of the pool.
 
     cos, sin: float32 [positions, D/2]. positions, slots: int64 [T], slot = page * page_size + offset. Norm weights: [D] or empty.
+    All contiguous.
     """
     num_tokens, num_heads, head_dim = q_out.shape
-    page_size = pool.shape[4]
+    _, _, num_layers, _, page_size, _ = pool.shape
+    layer_stride = 2 * page_size * head_dim
+    x, cos, sin, out, memory = qkv.reshape(-1), cos.reshape(-1), sin.reshape(-1), q_out.reshape(-1), pool.reshape(-1)
+    normed = np.empty(head_dim, np.float32)
     for t in range(num_tokens):
-        c, s = cos[positions[t]], sin[positions[t]]
+        token, angles = t * (num_heads + 2 * num_kv_heads) * head_dim, positions[t] * (head_dim // 2)
         page, offset = slots[t] // page_size, slots[t] % page_size
         for head in range(num_heads):
-            _turn(qkv[t, head * head_dim : (head + 1) * head_dim], q_norm_weight, eps, c, s, q_out[t, head])
+            place = (t * num_heads + head) * head_dim
+            _turn(x, token + head * head_dim, head_dim, q_norm_weight, eps, cos, sin, angles, out, place, normed)
         for head in range(num_kv_heads):
-            k_begin = (num_heads + head) * head_dim
-            v_begin = k_begin + num_kv_heads * head_dim
-            _turn(qkv[t, k_begin : k_begin + head_dim], k_norm_weight, eps, c, s, pool[page, head, layer, 0, offset])
-            v = pool[page, head, layer, 1, offset]
+            k, v = token + (num_heads + head) * head_dim, token + (num_heads + num_kv_heads + head) * head_dim
+            place = ((page * num_kv_heads + head) * num_layers + layer) * layer_stride + offset * head_dim
+            _turn(x, k, head_dim, k_norm_weight, eps, cos, sin, angles, memory, place, normed)
+            stored, given = memory[place + page_size * head_dim :], x[v:]
             for i in range(head_dim):
-                v[i] = narrow(widen(qkv[t, v_begin + i]), v[i])
+                stored[i] = convert(given[i], stored[i])

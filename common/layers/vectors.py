@@ -89,6 +89,15 @@ def widen(context: Any, x: Any) -> Any:
     return types.float32(x), generate
 
 
+def _narrowed(builder: Any, bits: Any, constant: Callable[[int], Any]) -> Any:
+    """The bits of float32, one or a vector -> of bfloat16, in the lower half."""
+    upper = builder.lshr(bits, constant(16))
+    rounded = builder.lshr(builder.add(bits, builder.add(constant(0x7FFF), builder.and_(upper, constant(1)))), constant(16))
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, constant(0x7FFFFFFF)), constant(0x7F800000))
+    quiet = builder.or_(upper, constant(0x40))  # rounding could carry a NaN's bits over to an infinity or to zero
+    return builder.select(is_nan, quiet, rounded)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(context: Any, x: Any, stored: Any) -> Any:
     """float32 as an element of the type of `stored`; to bfloat16 rounded to nearest, ties to even, NaN kept."""
@@ -96,12 +105,7 @@ def narrow(context: Any, x: Any, stored: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if stored == types.float32:
             return args[0]
-        bits = builder.bitcast(args[0], I32)
-        upper = builder.lshr(bits, I32(16))
-        rounded = builder.lshr(builder.add(bits, builder.add(I32(0x7FFF), builder.and_(upper, I32(1)))), I32(16))
-        is_nan = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
-        quiet = builder.or_(upper, I32(0x40))  # rounding could carry a NaN's bits over to an infinity or to zero
-        return builder.trunc(builder.select(is_nan, quiet, rounded), I16)
+        return builder.trunc(_narrowed(builder, builder.bitcast(args[0], I32), I32), I16)
 
     return stored(types.float32, stored), generate
 
@@ -150,13 +154,15 @@ def zero_factor(context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def factor(context: Any, x: Any, stored: Any) -> Any:
-    """An element as one of the type of `stored`: as it is if that is its own, else float32."""
+def convert(context: Any, x: Any, stored: Any) -> Any:
+    """An element as one of the type of `stored`; of its own type, bit by bit as it is."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if x == stored:
             return args[0]
-        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
+        if stored == types.float32:
+            return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), F32)
+        return builder.trunc(_narrowed(builder, builder.bitcast(args[0], I32), I32), I16)
 
     return stored(x, stored), generate
 
@@ -200,6 +206,14 @@ class _Memory:
         source = self._builder.bitcast(self._at(index), ir.VectorType(I32, count).as_pointer())
         loaded = self._builder.load(source, align=self._nbytes)
         return loaded if count == LANES else _shuffle(self._builder, loaded, ir.Constant(loaded.type, None), list(range(LANES)))
+
+    def set_narrowed(self, index: Any, value: Any) -> None:
+        """LANES float32, rounded as narrow() does."""
+        builder = self._builder
+        if self._element != F32:
+            value = _narrowed(builder, builder.bitcast(value, WORDS), lambda bits: ir.Constant(WORDS, [bits] * LANES))
+            value = builder.trunc(value, ir.VectorType(I16, LANES))
+        self.set_vector(index, value)
 
     def set_vector(self, index: Any, value: Any) -> None:
         self._builder.store(value, self._builder.bitcast(self._at(index), value.type.as_pointer()), align=self._nbytes)
@@ -253,6 +267,26 @@ def prefetch(context: Any, memory: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(memory, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def turn(context: Any, x: Any, begin: Any, half: Any, cos: Any, sin: Any, angles: Any, out: Any, out_begin: Any) -> Any:
+    """Elements j and half + j of x[begin:], turned by angle j of cos[angles:], sin[angles:], -> out[out_begin:]. half: whole vectors."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x_, cos_, sin_, out_ = (_Memory(context, builder, signature.args[n], args[n]) for n in (0, 3, 4, 6))
+        begin, half, angles, out_begin = args[1], args[2], args[5], args[7]
+        I64 = half.type
+        with cgutils.for_range_slice(builder, I64(0), half, I64(LANES), I64) as (j, _):
+            low = x_.vector(builder.add(begin, j))
+            high = x_.vector(builder.add(builder.add(begin, half), j))
+            c, s = (table.vector(builder.add(angles, j)) for table in (cos_, sin_))
+            at = builder.add(out_begin, j)
+            out_.set_narrowed(at, builder.fsub(builder.fmul(low, c), builder.fmul(high, s)))
+            out_.set_narrowed(builder.add(at, half), builder.fadd(builder.fmul(high, c), builder.fmul(low, s)))
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, types.intp, cos, sin, types.intp, out, types.intp), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
