@@ -6,8 +6,8 @@
 scale and low are float16. These are the blocks of GGUF's Q8_0 and Q4_1 (https://github.com/ggml-org/ggml, ggml-common.h), and the values
 are chosen by its rules. So weights that were dequantised from such a file to float32 come back as the blocks they were. Q4_0,
 w = scale * (q - 8), is int4 with low = -8 * scale and comes back too. Through bfloat16, to which a .gguf is converted here, four bits come back
-with an error of 1e-5 (Q4_1) or 2e-4 of the weights (the bfloat16 weights themselves are off by 1e-3), if the file was made from a bfloat16 checkpoint, as
-most are: the ends of a block were bfloat16 numbers, and rounding finds them again. Else, and in eight bits, both roundings add up.
+with an error of 1e-5 (Q4_1) or 2e-4 of the weights (the bfloat16 weights themselves are off by 1e-3), if the file was made of bfloat16
+weights, as most are: the ends of a block were bfloat16 numbers, and rounding finds them again. Else, and in eight bits, both roundings add up.
 """
 
 from dataclasses import dataclass
