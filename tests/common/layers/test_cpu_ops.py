@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from common.layers import cpu_ops
 from common.layers.arrays import EMPTY, as_array
-from common.layers.vectors import exp2, kernel, narrow, njit
+from common.layers.vectors import exp2, kernel, narrow, njit, tanh
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 HALF_STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-8}  # largest relative error of a result: of rounding it, and in float32 of sums
@@ -27,6 +27,12 @@ def narrow_all(x: np.ndarray, out: np.ndarray) -> None:
 def exp2_all(x: np.ndarray) -> None:
     for i in range(len(x)):
         x[i] = exp2(x[i])
+
+
+@njit
+def tanh_all(x: np.ndarray) -> None:
+    for i in range(len(x)):
+        x[i] = tanh(x[i])
 
 
 def noise(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -126,6 +132,17 @@ def test_exp2_is_exact_to_float32_and_ends_at_the_normal_numbers() -> None:
     exp2_all(ends)
     np.testing.assert_allclose(ends[:4], np.array([2.0**-126, 2.0**-126, 2.0**126, 2.0**126]), rtol=4e-7)
     assert np.isnan(ends[4])
+
+
+def test_tanh_is_within_a_few_units_in_the_last_place() -> None:
+    magnitudes = np.concatenate([np.geomspace(1e-30, 1e-3, 10_001), np.linspace(1e-3, 12, 100_001), [0.0, 100.0, np.inf]]).astype(np.float32)
+    for x in (magnitudes, -magnitudes):
+        found, exact = x.copy(), np.tanh(x.astype(np.float64))
+        tanh_all(found)
+        assert np.all(np.abs(found - exact) <= 4 * np.spacing(np.abs(exact).astype(np.float32)))
+    missing = np.array([np.nan], np.float32)
+    tanh_all(missing)
+    assert np.isnan(missing[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
