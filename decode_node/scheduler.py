@@ -197,9 +197,7 @@ class DecodeScheduler:
     def _withdraw(self, request: Request, failure: Failure) -> None:
         """The request ended before it was offered: P need not wait for an offer. Unless it was a duplicate: the room is another's."""
         to = request.bootstrap
-        if to is None or to.room in self._rooms or to.room in self._quarantine:
-            return
-        if not any(other.bootstrap is not None and other.bootstrap.room == to.room for other in self._work.line):
+        if to is not None and not (to.room in self._rooms or to.room in self._quarantine or self._work.line.has_room(to.room)):
             self._endpoint.withdraw(to.room, to.host, to.port, failure)
 
     def _quarantine_pages(self, request: Request) -> None:

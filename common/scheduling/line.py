@@ -12,7 +12,7 @@ way round: the newest running request first (running.py). Together this bounds e
 """
 
 from bisect import insort
-from collections import deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
@@ -22,7 +22,8 @@ from common.scheduling.request import Place, Request
 class Line:
     def __init__(self) -> None:
         self._again: list[Request] = []  # by order of arrival; producers: retraction, a room that was lost after token 1
-        self._new: deque[Request] = deque()  # producer: the role's scheduler
+        self._new: OrderedDict[Request, None] = OrderedDict()  # producer: the role's scheduler. Anyone may leave it, many at once
+        self._rooms: Counter[int] = Counter()  # of those that are to be offered
 
     def __len__(self) -> int:
         return len(self._again) + len(self._new)
@@ -32,13 +33,18 @@ class Line:
 
     @property
     def head(self) -> Request | None:
-        if self._again:
-            return self._again[0]
-        return self._new[0] if self._new else None
+        return next(iter(self), None)
+
+    @property
+    def num_arriving(self) -> int:
+        return self._rooms.total()
 
     def add(self, request: Request, place: Place = Place.WAITING) -> None:
         request.place = place
-        self._new.append(request)
+        self._new[request] = None
+        if place is Place.ARRIVING:
+            assert request.bootstrap is not None
+            self._rooms[request.bootstrap.room] += 1
 
     def add_again(self, request: Request) -> None:
         """For a request that has output already."""
@@ -47,13 +53,22 @@ class Line:
 
     def pop(self) -> Request:
         """The head, which has its pages."""
-        return self._again.pop(0) if self._again else self._new.popleft()
+        head = next(iter(self))
+        self.remove(head)
+        return head
 
     def remove(self, request: Request) -> None:
-        if request in self._again:
+        if request not in self._new:
             self._again.remove(request)
-        else:
-            self._new.remove(request)
+            return
+        del self._new[request]
+        if request.place is Place.ARRIVING:
+            assert request.bootstrap is not None
+            room = request.bootstrap.room
+            self._rooms[room] -= 1
+            if not self._rooms[room]:
+                del self._rooms[room]
 
-    def num_arriving(self) -> int:
-        return sum(request.place is Place.ARRIVING for request in self)
+    def has_room(self, room: int) -> bool:
+        """Does a request wait to be offered for that room?"""
+        return room in self._rooms

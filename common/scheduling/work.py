@@ -215,7 +215,7 @@ class Work:
 
     def stats(self) -> dict[str, float]:
         counts = self.pages.cache.counts()
-        num_arriving = self.line.num_arriving()
+        num_arriving = self.line.num_arriving
         return {
             "running_requests": len(self.running),
             "extending_requests": len(self.extending),

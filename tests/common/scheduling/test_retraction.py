@@ -255,7 +255,7 @@ def test_the_line_serves_those_that_ran_oldest_first_and_then_new_ones_as_they_c
     line.remove(requests[3])
     line.remove(requests[5])
     line.add(requests[5])
-    assert (len(line), line.num_arriving()) == (5, 1)
+    assert (len(line), line.num_arriving) == (5, 1)
     assert [line.pop().order for _ in range(5)] == [0, 1, 2, 4, 5]
     assert line.head is None
 
