@@ -183,11 +183,11 @@ def paged_decode_attention(
     largest, decay, total = sums[0], sums[1], sums[2]
     ring, ahead, at = np.zeros((3, TILE + SPARE), np.int64), np.zeros(3, np.int64), 0
     padded = np.zeros(2 * TILE * width if width != head_dim else 0, pool.dtype)
-    _start_at(ahead, 0, context_lens, window)
-    for places in ring[:2]:
+    _start_at(ahead, np.int64(0), context_lens, window)
+    for i in range(2):
         _look_ahead(
             ahead, memory, page_table, rows, context_lens, window, num_kv_heads,
-            page_stride, head_stride, layer * layer_stride, page_size, head_dim, places,
+            page_stride, head_stride, layer * layer_stride, page_size, head_dim, ring[i],
         )  # fmt: skip
     for n in range(len(tokens)):
         token = tokens[n]
