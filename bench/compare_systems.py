@@ -31,7 +31,9 @@ NO_NETWORK = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1",
 }  # fmt: skip
 THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # each system sets its own
-SIDE_CHANNEL_PORTS = (5600, 5601)  # always the same: the port is part of the key under which vLLM keeps what it compiled
+# vLLM 0.32 cannot load on a CPU what it compiled ahead of time ("no attribute 'finalize_loading'") and would compile at every start. Without it the
+# same code is compiled, guards dropped alike, and inductor's cache serves the next start.
+COMPILED_ONCE = {"VLLM_USE_AOT_COMPILE": "0"}
 NIXL_CONNECTOR = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
 
 
@@ -85,19 +87,19 @@ def vllm(peer_python: Path, model_dir: Path, cores: tuple[int, int], colocated: 
 
     preload: LD_PRELOAD of the nodes, empty for none.
     """
-    prefill_port, decode_port, router_port, metrics_port = free_ports(4)
+    prefill_port, decode_port, router_port, metrics_port, *side_ports = free_ports(6)
 
     def node(name: str, on: frozenset[int], port: int, extra: Sequence[str], environment: Mapping[str, str]) -> Program:
         argv = [str(peer_python.parent / "vllm"), "serve", str(model_dir), "--served-model-name", MODEL, "--host", "127.0.0.1"]
         argv += ["--port", str(port), "--max-model-len", str(CONTEXT_LENGTH), "--dtype", "bfloat16", "--no-enable-prefix-caching", *extra]
         bound = ",".join(map(str, sorted(on)))
         threads = {"VLLM_CPU_KVCACHE_SPACE": str(POOL_GIB), "VLLM_CPU_OMP_THREADS_BIND": bound, **({"LD_PRELOAD": preload} if preload else {})}
-        return Program(name, on, argv, _url(port, "/health"), {**NO_NETWORK, **threads, **environment})
+        return Program(name, on, argv, _url(port, "/health"), {**NO_NETWORK, **COMPILED_ONCE, **threads, **environment})
 
     first, second = (frozenset({core}) for core in cores)
     if colocated:
         return System("vLLM", _url(decode_port), [[node("vllm node", first | second, decode_port, [], {})]])
-    side_channels = [{"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)} for port in SIDE_CHANNEL_PORTS]
+    side_channels = [{"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)} for port in side_ports]
     connector = ["--kv-transfer-config", NIXL_CONNECTOR]
     nodes = [
         node("vllm prefill", first, prefill_port, connector, side_channels[0]),
