@@ -70,7 +70,12 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [S, hidden] as returned by a call -> [S, vocab], of the same type: to widen them would only move more bytes."""
-        return self.head(hidden)
+        logits = self.head(hidden)
+        if self.config.tie_word_embeddings and logits.device.type == "cpu" and logits.dtype == torch.bfloat16:
+            from common.layers.ties import break_ties  # loads numba, which other devices do without
+
+            break_ties(logits, hidden, self.head.embed)
+        return logits
 
     def linears(self) -> list[Linear]:
         """Every GEMM of a step, in order."""
