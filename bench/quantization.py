@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 TEXT = Path(__file__).parent.parent / "tests/fixtures/text/united_states.txt"
 WINDOW = 512  # tokens
 INT4_GROUP = 32
-QUANTIZATIONS: tuple[Quantization | None, ...] = (None, "int8", "int4")
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 
 
 # ---- quality -----------------------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def _normed(x: torch.Tensor, norm: NormWeight | None) -> torch.Tensor:
     return x if norm is None else F.rms_norm(x, x.shape[-1:], norm.tensor.float(), norm.eps)
 
 
-def load(model_dir: Path, quantization: Quantization | None, dtype: torch.dtype, threads: int = 1) -> Decoder:
+def load(model_dir: Path, quantization: Quantization, dtype: torch.dtype, threads: int = 1) -> Decoder:
     config = ModelConfig.from_dir(model_dir)
     model = Decoder(config, TorchOps(), dtype, CPU, make_quantizer(quantization, config, dtype, CPU, threads))
     load_weights(model, model_dir, lambda fraction: None)

@@ -17,7 +17,7 @@ Role = Literal["prefill", "decode"]
 Device = Literal["cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
 KVDType = Literal["auto", "float32", "bfloat16"]
-Quantization = Literal["int8", "int4", "fp8"]
+Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 AttentionName = Literal["auto", "torch", "numba", "triton", "flashinfer"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -57,7 +57,7 @@ class NodeConfig(HttpConfig):
     device: Device = flag("cpu", "where the model runs; cpu works everywhere, cuda has never been run")
     dtype: DType = flag("auto", "weights and activations; auto: the checkpoint's, float16 becoming bfloat16")
     kv_cache_dtype: KVDType = flag("auto", "KV pages; auto: as --dtype. Must be the same on both nodes of a pair")
-    quantization: Quantization | None = flag(None, "weights in fewer bits: int8, int4 on CPU, fp8 on CUDA; default: as the checkpoint has them")
+    quantization: Quantization = flag("auto", "weights in fewer bits: int8, int4 on CPU, fp8 on CUDA; none: in --dtype. auto: as the checkpoint has them, in float8 where the GPU multiplies it; and int4 on a decode node on CPU for a .gguf in Q4_0 or Q4_1, which loses nothing and reads a fifth of the bytes a step. The nodes of a pair may differ")
     attention_backend: AttentionName = flag("auto", "auto: numba on CPU (reads KV pages in place), triton on CUDA. torch is the plain form that the others are tested against")
     page_size: int = flag(16, "KV page; smaller shares more prefix, larger means fewer descriptors", unit="tokens", choices=PAGE_SIZES)
     context_length: int | None = flag(None, "longest prompt + output together; default: the model's own limit, smaller saves page-table memory", unit="tokens", least=2)
@@ -73,7 +73,7 @@ class NodeConfig(HttpConfig):
     disable_radix_cache: bool = flag(False, "do not keep finished prompts and answers for reuse; default: keep them, it costs only pages nobody else wants")
     preemption_mode: Literal["auto", "recompute", "swap"] = flag("auto", "what becomes of the KV of a request that is retracted for want of pages: swap keeps a copy in host memory, recompute runs its tokens again; auto: what costs less")
     swap_space: float = flag(1.0, "host memory for the KV of retracted requests; beyond it they are recomputed", unit="GiB", least=0, most=MAX_SWAP_GIB)
-    threads: int = flag(1, "compute threads of the scheduler process; 1 fits a core a node, and only matrix products use more", unit="threads", least=1, most=1024)
+    threads: int = flag(1, "compute threads of the scheduler process; 1 fits a core a node; matrix products and the attention of prompts use more", unit="threads", least=1, most=1024)
     transfer_backend: Literal["auto", "nixl", "mooncake", "shm", "tcp"] = flag("auto", "how KV pages travel from prefill to decode node; auto: the best that both nodes have, shm on one host, nixl or mooncake where there is RDMA, else tcp, which needs nothing installed")
     transfer_lanes: int = flag(1, "streams (tcp), copying threads (shm) or worker threads (nixl) a peer, one fills 10 Gbit/s; mooncake takes it for its streams when it is above 1", least=1, most=8)
     transfer_port: int = flag(0, "port that tcp, or mooncake's handshake, listens on for other nodes; under auto mooncake takes the next one. 0: any free one", least=0, most=MAX_PORT - 1)

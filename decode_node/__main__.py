@@ -34,6 +34,7 @@ def main(payload: bytes, reporter: Reporter) -> None:
             context_length=engine.runner.context_length,
             bootstrap_port=None,
             protocol_version=VERSION,
+            quantization=engine.quantization,
             **facts,
         )
         scheduler.run()

@@ -81,7 +81,7 @@ class ModelRunner:
         *,
         device: Device = "cpu",
         dtype: DType = "auto",
-        quantization: Quantization | None = None,
+        quantization: Quantization = "auto",
         kv_cache_dtype: KVDType = "auto",
         page_size: int = 16,
         num_pages: int | None = None,
@@ -201,7 +201,7 @@ class ModelRunner:
         )
         arrays = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.seed)
         params = SamplingRows(*(to_device(array, self.device) for array in arrays))
-        logits = torch.zeros(1, self.model_config.vocab_size, device=self.device)
+        logits = torch.zeros(1, self.model_config.vocab_size, dtype=self.dtype, device=self.device)
         sample(logits, params, torch.zeros(1, dtype=torch.int64, device=self.device), _mix(sampling))
 
     def _make_pool(self, page_size: int, num_pages: int | None, budget_nbytes: int, shared: bool) -> KVPool:

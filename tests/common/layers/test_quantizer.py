@@ -28,8 +28,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_flag_weights_stay_as_they_are(config: ModelConfig) -> None:
-    assert make_quantizer(None, config, torch.bfloat16, CPU, 1) is None
-    assert make_quantizer(None, replace(config, stores_float8=True), torch.bfloat16, CPU, 1) is None
+    assert make_quantizer("auto", config, torch.bfloat16, CPU, 1) is None
+    assert make_quantizer("auto", replace(config, stores_float8=True), torch.bfloat16, CPU, 1) is None
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -39,8 +39,9 @@ def test_blocks_on_cpu(config: ModelConfig, quantization: Any) -> None:
 
 def test_float8_where_the_checkpoint_or_the_flag_says_so(config: ModelConfig, hopper: None) -> None:
     assert isinstance(make_quantizer("fp8", config, torch.bfloat16, CUDA, 1), Float8Quantizer)
-    assert isinstance(make_quantizer(None, replace(config, stores_float8=True), torch.bfloat16, CUDA, 1), Float8Quantizer)
-    assert make_quantizer(None, replace(config, stores_float8=True), torch.float32, CUDA, 1) is None
+    assert isinstance(make_quantizer("auto", replace(config, stores_float8=True), torch.bfloat16, CUDA, 1), Float8Quantizer)
+    assert make_quantizer("auto", replace(config, stores_float8=True), torch.float32, CUDA, 1) is None
+    assert make_quantizer("none", replace(config, stores_float8=True), torch.bfloat16, CUDA, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_an_older_gpu_is_a_sentence(config: ModelConfig, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(StartupError, match=r"needs compute capability 8\.9 or later; this GPU has 8\.0"):
         make_quantizer("fp8", config, torch.bfloat16, CUDA, 1)
-    assert make_quantizer(None, replace(config, stores_float8=True), torch.bfloat16, CUDA, 1) is None
+    assert make_quantizer("auto", replace(config, stores_float8=True), torch.bfloat16, CUDA, 1) is None
 
 
 def test_sizes_that_fill_no_block(config: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
