@@ -64,8 +64,8 @@ class System:
 def ours(model_dir: Path, cores: tuple[int, int], colocated: bool) -> System:
     """Router and prefill node on the first core, decode node on the second; colocated: a decode node alone, two compute threads."""
     pdserve = [sys.executable, "-P", "-m", "pdserve"]
-    node = ["--model", str(model_dir), "--served-model-name", MODEL, "--dtype", "bfloat16", "--context-length", str(CONTEXT_LENGTH)]
-    node += ["--max-total-tokens", str(POOL_TOKENS), "--log-level", "warning", "--port"]
+    node = ["--model", str(model_dir), "--served-model-name", MODEL, "--dtype", "bfloat16", "--quantization", "none"]
+    node += ["--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", str(POOL_TOKENS), "--log-level", "warning", "--port"]
     prefill_port, decode_port, bootstrap_port, router_port = free_ports(4)
     first, second = (frozenset({core}) for core in cores)
     decode_argv = [*pdserve, "decode", *node, str(decode_port)]

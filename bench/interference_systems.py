@@ -38,7 +38,8 @@ async def serving(system: System, model_dir: Path, cores: tuple[int, int]) -> As
     """
     settings = {"chunked-prefill-size": system.chunk_tokens, "max-decode-delay-steps": system.delay_steps, "max-total-tokens": POOL_TOKENS}
     node = [
-        "--model", str(model_dir), "--served-model-name", MODEL, "--dtype", "bfloat16", "--port", "0", "--log-level", "error",
+        "--model", str(model_dir), "--served-model-name", MODEL, "--dtype", "bfloat16", "--quantization", "none",
+        "--port", "0", "--log-level", "error",
         *(part for name, value in settings.items() for part in (f"--{name}", str(value))),
     ]  # fmt: skip
     first, second = map(str, cores)

@@ -44,7 +44,8 @@ async def main() -> None:
     options = parser.parse_args()
     prefill_core, decode_core = map(int, options.cores.split(","))
     model_dir = resolve_model(options.model, lambda text: print(text, file=sys.stderr))
-    node = ["--model", str(model_dir), "--served-model-name", "m", "--dtype", options.dtype, "--log-level", "warning", "--port", "0"]
+    node = ["--model", str(model_dir), "--served-model-name", "m", "--dtype", options.dtype, "--quantization", "none"]
+    node += ["--log-level", "warning", "--port", "0"]
     prefill = pinned("prefill", prefill_core, ["prefill", *node, "--bootstrap-port", "0"])
     decode = pinned("decode", decode_core, ["decode", *node])
     prefill_url, decode_url = [f"http://127.0.0.1:{(await child.wait_ready())['port']}" for child in (prefill, decode)]

@@ -71,6 +71,10 @@ def _normed(x: torch.Tensor, norm: NormWeight | None) -> torch.Tensor:
     return x if norm is None else F.rms_norm(x, x.shape[-1:], norm.tensor.float(), norm.eps)
 
 
+def name_of(form: Quantization) -> str:
+    return "bfloat16" if form == "none" else form
+
+
 def load(model_dir: Path, quantization: Quantization, dtype: torch.dtype, threads: int = 1) -> Decoder:
     config = ModelConfig.from_dir(model_dir)
     model = Decoder(config, TorchOps(), dtype, CPU, make_quantizer(quantization, config, dtype, CPU, threads))
@@ -130,8 +134,8 @@ def print_quality(model_dir: Path, gguf: Path | None, num_tokens: int) -> None:
     print(f"{'weights':28} {'perplexity':>10} {'top-1 as bf16':>14} {'logits error':>13} {'MB of weights':>14}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         exact_dir = model_dir if gguf is None else exact_copy(model_dir, gguf, Path(folder))
-        forms: dict[str, tuple[Path, Quantization | None, torch.dtype]] = {"float32": (exact_dir, None, torch.float32)}
-        forms |= {name or "bfloat16": (model_dir, name, torch.bfloat16) for name in QUANTIZATIONS}
+        forms: dict[str, tuple[Path, Quantization, torch.dtype]] = {"float32": (exact_dir, "none", torch.float32)}
+        forms |= {name_of(form): (model_dir, form, torch.bfloat16) for form in QUANTIZATIONS}
         if gguf is not None:
             forms["int4 of the exact weights"] = (exact_dir, "int4", torch.bfloat16)
         logits, nbytes = {}, {}
@@ -167,8 +171,8 @@ def torch_int4(shapes: Sequence[tuple[int, int]]) -> Layers:
 
 @torch.inference_mode()
 def print_speed(model_dir: Path, rows: Sequence[int], rounds: int, threads: int) -> None:
-    models = {name or "bf16": load(model_dir, name, torch.bfloat16, threads) for name in QUANTIZATIONS}
-    shapes = [(linear.num_in, linear.num_out) for linear in models["bf16"].linears()]
+    models = {name_of(form): load(model_dir, form, torch.bfloat16, threads) for form in QUANTIZATIONS}
+    shapes = [(linear.num_in, linear.num_out) for linear in models["bfloat16"].linears()]
     forms: dict[str, Layers] = {name: list(model.linears()) for name, model in models.items()}
     forms |= {"torch int8": torch_int8(shapes), "torch int4": torch_int4(shapes)}
     print(f"\nall {len(shapes)} linears, {threads} threads: ms, and of bfloat16's")
@@ -185,7 +189,7 @@ def print_speed(model_dir: Path, rows: Sequence[int], rounds: int, threads: int)
                     times_ms[name].append((time.perf_counter() - start_s) * 1e3)
         cells = []
         for taken in times_ms.values():
-            ratio = statistics.median(ours / plain for ours, plain in zip(taken, times_ms["bf16"], strict=True))
+            ratio = statistics.median(ours / plain for ours, plain in zip(taken, times_ms["bfloat16"], strict=True))
             cells.append(f"{statistics.median(taken):10.1f} ({ratio:.2f})")
         print(f"{num_rows:4} " + " ".join(f"{cell:>17}" for cell in cells), flush=True)
 

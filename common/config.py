@@ -61,7 +61,7 @@ class NodeConfig(HttpConfig):
     attention_backend: AttentionName = flag("auto", "auto: numba on CPU (reads KV pages in place), triton on CUDA. torch is the plain form that the others are tested against")
     page_size: int = flag(16, "KV page; smaller shares more prefix, larger means fewer descriptors", unit="tokens", choices=PAGE_SIZES)
     context_length: int | None = flag(None, "longest prompt + output together; default: the model's own limit, smaller saves page-table memory", unit="tokens", least=2)
-    max_running_requests: int = flag(64, "rows of the decode batch, requests that hold pages; more wait in the queue. Bounds how slow one decode step gets", least=1, most=65536)
+    max_running_requests: int = flag(64, "rows of the decode batch, requests that hold pages; more wait in the queue. Bounds how slow one decode step gets", least=1, most=4096)
     max_queued_requests: int = flag(1024, "requests waiting beyond the running ones; more are answered 503 with Retry-After, since they would only wait for their deadline", least=0)
     max_total_tokens: int | None = flag(None, "size of the KV pool; default: from --mem-fraction-static", unit="tokens", least=1, most=MAX_TOKENS)
     mem_fraction_static: float = flag(0.25, "share of free memory for weights and KV pool when --max-total-tokens is not given; low on CPU, where nodes share one memory", unit="fraction", least=0.01, most=0.99)

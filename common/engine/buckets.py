@@ -60,8 +60,7 @@ class DecodeBuckets:
             self._size, self._host_rows, n = size, rows, len(rows)
             self._batch_rows[:n].copy_(to_device(rows, self._device), non_blocking=True)
             self._batch_rows[n:size].fill_(self._rows.padding_row)
-            self._real[:n].fill_(1)
-            self._real[n:size].fill_(0)
+            torch.ne(self._batch_rows[:size], self._rows.padding_row, out=self._real[:size])  # warm-up runs padding rows alone
             self._long_rows = self._batch_rows[:n].to(torch.int64)
         return self._long_rows
 

@@ -50,7 +50,8 @@ def load_weights(model: Decoder, model_dir: Path, progress: Progress) -> None:
                     continue
                 source = _checked(file.get_tensor(name), targets, name, path)
                 if source.dtype in FLOAT8:
-                    source = _unscaled(source, _scale_of(name, scales, path), row_scales.get(name))
+                    scale, block = _scale_of(name, scales, path), model.config.float8_block
+                    source = _unscaled(source, scale, row_scales.get(name), block, f"{path}: tensor {name}")
                 targets[name].copy_(source)
                 missing.discard(name)
                 done_nbytes += targets[name].nbytes
@@ -100,22 +101,24 @@ def _scale_of(name: str, scales: dict[str, torch.Tensor], path: Path) -> torch.T
     raise StartupError(f"{path}: tensor {name} is in float8, but {name}{SCALE_SUFFIXES[0]} and {SCALE_SUFFIXES[1]} are not there; is a file missing?")
 
 
-def _unscaled(stored: torch.Tensor, scale: torch.Tensor, row_scale: torch.Tensor | None) -> torch.Tensor:
-    """stored: float8 [N, K]; scale: one number, [N] or [N, 1], or [n, k] for blocks of ceil(N / n) by ceil(K / k) -> float32 [N, K].
+def _unscaled(
+    stored: torch.Tensor, scale: torch.Tensor, row_scale: torch.Tensor | None, block: tuple[int, int], what: str
+) -> torch.Tensor:
+    """stored: float8 [N, K]; scale: one number, [N] or [N, 1], or [n, k] for blocks of `block` rows and columns -> float32 [N, K].
 
-    row_scale: float32 [N], filled unless the scale differs along a row.
+    row_scale: float32 [N], filled unless the scale differs along a row. Raises StartupError about `what` for a scale of another shape.
     """
     num_out, num_in = stored.shape
     if scale.numel() == 1:
-        scale = scale.reshape(1, 1)
-    elif scale.ndim == 1:
-        scale = scale.unsqueeze(1)
-    rows, columns = scale.shape
-    block_rows, block_columns = -(-num_out // rows), -(-num_in // columns)
-    by_row = scale.repeat_interleave(block_rows, 0)[:num_out]
-    if columns == 1 and row_scale is not None:
-        row_scale.copy_(by_row[:, 0].expand(num_out))
-    return stored.float() * by_row.repeat_interleave(block_columns, 1)[:, :num_in]
+        scale, block = scale.reshape(1, 1), (num_out, num_in)
+    elif scale.numel() == num_out and scale.ndim in (1, 2) and len(scale) == num_out:
+        scale, block = scale.reshape(num_out, 1), (1, num_in)
+    if scale.shape != (-(-num_out // block[0]), -(-num_in // block[1])):
+        raise StartupError(f"{what} is [{num_out}, {num_in}] with scales {list(scale.shape)}: not one, one a row, or one a block of {list(block)}")
+    by_row = scale.repeat_interleave(block[0], 0)[:num_out]
+    if scale.shape[1] == 1 and row_scale is not None:
+        row_scale.copy_(by_row[:, 0])
+    return stored.float() * by_row.repeat_interleave(block[1], 1)[:, :num_in]
 
 
 def _some(names: set[str], limit: int = 3) -> str:

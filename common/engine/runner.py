@@ -33,6 +33,8 @@ from common.sampling.params import SamplingMix, SamplingRows
 from common.sampling.penalties import LogitChanges, change
 from common.sampling.sample import sample
 
+LONG_ENOUGH = 64  # new tokens that no backend takes for a decode row or two; every page of the padding row is page 0
+
 StageProgress = Callable[[str, float], None]  # what is being done, fraction done 0..1
 
 
@@ -180,7 +182,7 @@ class ModelRunner:
     def warmup(self) -> None:
         """Compile the kernels, capture the graphs, and run each size of decode batch once, on the padding page, so that no request pays
         for it."""
-        lens = [1, min(self.kv.page_size, self.context_length)]
+        lens = [1, min(LONG_ENOUGH, self.context_length)]
         for step, num_tokens in enumerate(lens):
             self._progress("warming up", step / len(lens))
             self.launch(_padding_extend(num_tokens, self.rows.padding_row)).tokens()

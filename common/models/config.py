@@ -16,6 +16,7 @@ from common.models.files import weight_digest
 
 ARCHITECTURES = tuple(ARCHITECTURE_TABLE)
 GGUF_BLOCKS = "gguf_blocks"  # key of config.json in a converted .gguf: how most of its linears were stored
+NOT_GEOMETRY = ("raw", "eos_token_ids", "bos_token_id", "float8_block", "held_4_bits")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 ROPE_KEYS = {  # what each scaled type cannot do without
     "default": (),
@@ -53,6 +54,7 @@ class ModelConfig:
     hidden_act: str
     dtype: str  # "float32", "bfloat16" or "float16", as stored; of what is not in float8
     stores_float8: bool  # linears are float8 (e4m3) with scales
+    float8_block: tuple[int, int]  # rows and columns of a weight that share a scale, where there is one a block
     held_4_bits: bool  # the .gguf that it was converted from had its linears in Q4_0 or Q4_1, which int4 brings back
     eos_token_ids: tuple[int, ...]  # config.json and generation_config.json together
     bos_token_id: int | None
@@ -98,6 +100,7 @@ class ModelConfig:
             hidden_act=_one_of(raw.get("hidden_act", "silu"), ("silu", "swish"), "hidden_act"),
             dtype=_one_of(str(raw.get("dtype") or raw.get("torch_dtype") or "float32"), DTYPES, "dtype"),
             stores_float8=_stores_float8(raw),
+            float8_block=_float8_block(raw),
             held_4_bits=raw.get(GGUF_BLOCKS) in ("Q4_0", "Q4_1"),
             eos_token_ids=_eos_token_ids(path, raw),
             bos_token_id=raw.get("bos_token_id"),
@@ -111,7 +114,7 @@ def fingerprint(model_dir: Path) -> str:
     Weights are sampled (files.py), so this takes milliseconds; how the checkpoint is cut into files does not matter.
     """
     config = ModelConfig.from_dir(model_dir)
-    geometry = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "eos_token_ids", "bos_token_id", "held_4_bits")}
+    geometry = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in NOT_GEOMETRY}
     return hashlib.sha256(json.dumps(geometry, sort_keys=True).encode() + weight_digest(model_dir)).hexdigest()
 
 
@@ -149,6 +152,12 @@ def _one_of(value: str, supported: tuple[str, ...], key: str) -> str:
     if value not in supported:
         raise StartupError(f"config.json: {key} {value!r} is not supported; supported are {', '.join(supported)}")
     return value
+
+
+def _float8_block(raw: JsonObject) -> tuple[int, int]:
+    """transformers' default is 128 by 128."""
+    rows, columns = (raw.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    return rows, columns
 
 
 def _stores_float8(raw: JsonObject) -> bool:

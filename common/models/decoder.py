@@ -63,6 +63,8 @@ class Decoder:
         for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
             attended = attn.forward(layer.qkv(x), layer.attention)
             if next_norm is self.final_norm and rows is not None:
+                if len(rows) == 0:  # no prompt ends here: its KV is all that was wanted
+                    return x.new_empty(0, self.config.hidden_size)
                 attended, residual = attended[rows], residual[rows]
             x = ops.add_rms_norm(layer.o(attended), residual, layer.post_norm)
             x = ops.add_rms_norm(layer.down(ops.silu_mul(layer.gate_up(x))), residual, next_norm)
@@ -70,6 +72,8 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [S, hidden] as returned by a call -> [S, vocab], of the same type: to widen them would only move more bytes."""
+        if len(hidden) == 0:
+            return hidden.new_empty(0, self.config.vocab_size)
         logits = self.head(hidden)
         if self.config.tie_word_embeddings and logits.device.type == "cpu" and logits.dtype == torch.bfloat16:
             from common.layers.ties import break_ties  # loads numba, which other devices do without

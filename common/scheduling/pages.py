@@ -89,7 +89,8 @@ class RequestPages:
     def share(self, request: Request) -> None:
         """Let later requests reuse the full pages whose KV is computed."""
         self._refused = None  # who waits may find more of its prompt now
-        num_full = min(request.num_computed_tokens, request.num_tokens) // self.page_size
+        num_checked = request.num_tokens - self.in_flight(request)  # what a step under way writes nobody has looked at
+        num_full = min(request.num_computed_tokens, num_checked) // self.page_size
         if num_full:
             self.cache.insert(request.tokens_between(0, num_full * self.page_size), page_array(request.pages[:num_full]))
 

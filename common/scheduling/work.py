@@ -6,7 +6,7 @@ KV was copied to host memory runs again without a forward of its own: it takes n
 
 A step is planned while the one before it may still be under way (pipeline.py). Then its lengths are known, its tokens are not. A plan
 that needs them is not made: plan() says None, and is asked again when the step has landed. That is so for a retraction, and for a
-decode batch with a row whose next draw depends on what was drawn before (penalties, a minimum length).
+decode batch with a row whose next draw depends on what was drawn before (penalties).
 """
 
 import time

@@ -83,6 +83,16 @@ def test_a_token_that_the_host_does_not_know_goes_on_on_the_device() -> None:
     assert drawn == greedy_oracle(model_dir, prompt, 5)
 
 
+@pytest.mark.parametrize("context_length", [7, 256])
+def test_warm_up_leaves_every_row_as_it_was(context_length: int) -> None:
+    """It decodes padding rows alone, up to the largest bucket, in a context shorter than their number in all."""
+    runner = ModelRunner(cached_checkpoint("llama"), page_size=PAGE, num_pages=4, max_running_requests=64, context_length=context_length)
+    runner.warmup()
+    assert runner.rows.context_lens.tolist() == [1] * 65
+    assert not runner.kv.tensor[1:].any()
+    assert not runner.rows.page_table.any()
+
+
 def test_updates_touch_the_rows_they_name() -> None:
     rows = DeviceRows(4, 3, torch.device("cpu"))
     rows.token_ids[:4] = torch.arange(4) + 50

@@ -117,14 +117,17 @@ def test_weights_are_converted() -> None:
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
-def float8_copy(target: Path, scale_of: Callable[[torch.Tensor], torch.Tensor], suffix: str) -> tuple[Path, dict[str, torch.Tensor]]:
+def float8_copy(
+    target: Path, scale_of: Callable[[torch.Tensor], torch.Tensor], suffix: str, block: int = 128
+) -> tuple[Path, dict[str, torch.Tensor]]:
     """A checkpoint whose linears are float8 with scales by `scale_of`, and what its weights then are."""
-    directory = copy_of("llama", target, quantization_config={"quant_method": "fp8", "activation_scheme": "static"})
+    stated = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [block, block]}
+    directory = copy_of("llama", target, quantization_config=stated)
     plain, changed, meant = load(cached_checkpoint("llama"))[0].tensors(), {}, {}
     for layer in range(3):
         for name in (f"model.layers.{layer}.{linear}.weight" for linear in LINEARS):
             scale = scale_of(plain[name])
-            wide = expanded(scale, plain[name].shape)
+            wide = expanded(scale, plain[name].shape, block)
             changed |= {name: (plain[name] / wide).to(torch.float8_e4m3fn), name + suffix: scale}
             changed[name.replace("weight", "input_scale")] = torch.ones(1)
             meant[name] = changed[name].float() * wide
@@ -132,30 +135,41 @@ def float8_copy(target: Path, scale_of: Callable[[torch.Tensor], torch.Tensor], 
     return directory, meant
 
 
-def expanded(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def expanded(scale: torch.Tensor, shape: torch.Size, block: int) -> torch.Tensor:
     """`scale` over the blocks of a weight of `shape`."""
-    for dim in (0, 1) if scale.ndim == 2 else ():
-        scale = scale.repeat_interleave(-(-shape[dim] // scale.shape[dim]), dim).narrow(dim, 0, shape[dim])
+    for dim in (0, 1) if scale.ndim == 2 and scale.shape[1] > 1 else ():
+        scale = scale.repeat_interleave(block, dim).narrow(dim, 0, shape[dim])
     return scale
 
 
-def by_block(weight: torch.Tensor, size: int = 24) -> torch.Tensor:
+def by_block(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """A scale for each size x size block, the last ones smaller."""
-    return torch.stack([torch.stack([part.abs().max() / 448 for part in rows.split(size, 1)]) for rows in weight.split(size, 0)])
+    return lambda weight: torch.stack([torch.stack([part.abs().max() / 448 for part in rows.split(size, 1)]) for rows in weight.split(size, 0)])
 
 
 SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tensor": lambda weight: (weight.abs().max() / 448).reshape(1),
     "output": lambda weight: weight.abs().amax(1, keepdim=True) / 448,
-    "block": by_block,
+    "block of 24": by_block(24),
+    "block of 40": by_block(40),  # 96 rows are 3 blocks, and not of 32
 }
 
 
 @pytest.mark.parametrize("scaling", SCALES)
 def test_float8_weights_are_their_numbers_times_their_scale(tmp_path: Path, scaling: str) -> None:
-    directory, meant = float8_copy(tmp_path, SCALES[scaling], "_scale_inv" if scaling == "block" else "_scale")
+    block = int(scaling.split()[-1]) if "block" in scaling else 128
+    directory, meant = float8_copy(tmp_path, SCALES[scaling], "_scale_inv" if "block" in scaling else "_scale", block)
     loaded = load(directory)[0].tensors()
     assert all(torch.equal(loaded[name], weight) for name, weight in meant.items())
+
+
+def test_float8_scales_that_fit_no_block_are_refused(tmp_path: Path) -> None:
+    directory, _ = float8_copy(tmp_path, SCALES["block of 24"], "_scale_inv", 24)
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"]["weight_block_size"] = [40, 40]
+    (directory / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(StartupError, match=r"is \[\d+, \d+\] with scales \[\d, \d\]: not one, one a row, or one a block of \[40, 40\]"):
+        load(directory)
 
 
 @multiplies_float8
