@@ -35,8 +35,7 @@ class LogitHistory:
         self._places: dict[int, int] = {}  # of token ids, in _entries
         self._num_seen = 0  # outputs that are counted
         if params.repetition_penalty != 1.0:
-            for token_id in set(prompt_ids):
-                self._enter(token_id, "scale", params.repetition_penalty)
+            self._enter_prompt(prompt_ids)
         for token_id, bias in params.logit_bias:
             self._enter(token_id, "bias", bias)
         ending = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)} if params.min_tokens > 0 else set()
@@ -57,6 +56,15 @@ class LogitHistory:
         if num_outputs < self._params.min_tokens:
             added[self._ending] = -np.inf
         return entries["token_id"], entries["scale"], added
+
+    def _enter_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """All at once: token by token, 100,000 took over 100 ms, for which every other request waits."""
+        ids = np.unique(np.asarray(prompt_ids, np.int64))
+        ids = ids[(ids >= 0) & (ids < self._vocab_size)]
+        self._entries = np.zeros(max(16, len(ids)), ENTRY)
+        self._entries["token_id"][: len(ids)] = ids
+        self._entries["scale"][: len(ids)] = self._params.repetition_penalty
+        self._places = dict(zip(ids.tolist(), range(len(ids)), strict=True))
 
     def _count(self, new_ids: Sequence[int]) -> None:
         for token_id in new_ids:
