@@ -24,7 +24,7 @@ def demo_model() -> Path:
 
 
 @cache
-def logits_of(model_dir: Path, quantization: str | None, dtype: torch.dtype) -> tuple[torch.Tensor, Logits, int]:
+def logits_of(model_dir: Path, quantization: str, dtype: torch.dtype) -> tuple[torch.Tensor, Logits, int]:
     """(the text, logits after each of its tokens, bytes of the model's weights)."""
     windows = english(model_dir, WINDOW)[:, :NUM_TOKENS]
     model = load(model_dir, quantization, dtype)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def logits_of(model_dir: Path, quantization: str | None, dtype: torch.dtype) -> 
 def test_the_embedded_model_reads_as_well_as_in_bfloat16(
     demo_model: Path, quantization: str, least_agreement: float, most_megabytes: float
 ) -> None:
-    windows, plain, plain_nbytes = logits_of(demo_model, None, torch.bfloat16)
+    windows, plain, plain_nbytes = logits_of(demo_model, "none", torch.bfloat16)
     _, ours, nbytes = logits_of(demo_model, quantization, torch.bfloat16)
     bfloat16, found = (quality(logits, windows, plain, plain) for logits in (plain, ours))
     assert 4 < bfloat16.perplexity < 30  # of English, by a model that has learnt it
@@ -52,8 +52,8 @@ def test_the_embedded_model_reads_as_well_as_in_bfloat16(
 
 def test_int4_is_as_near_to_float32_as_bfloat16(demo_model: Path) -> None:
     """The file holds four bits; what is lost on the way through bfloat16 comes back."""
-    windows, exact, _ = logits_of(demo_model, None, torch.float32)
-    _, plain, _ = logits_of(demo_model, None, torch.bfloat16)
+    windows, exact, _ = logits_of(demo_model, "none", torch.float32)
+    _, plain, _ = logits_of(demo_model, "none", torch.bfloat16)
     _, ours, _ = logits_of(demo_model, "int4", torch.bfloat16)
     assert quality(ours, windows, plain, exact).logits_error < 1.15 * quality(plain, windows, plain, exact).logits_error
 
@@ -71,8 +71,8 @@ def test_int4_answers_through_the_engine(demo_model: Path) -> None:
 def test_every_linear_is_quantised_in_its_place(name: str) -> None:
     """Fused projections, biases, tied embeddings: eight bits a weight change no logit by much."""
     model_dir, ids = cached_checkpoint(name), torch.arange(40)[None]
-    exact, ours = (read(load(model_dir, form, dtype), ids)[0] for form, dtype in ((None, torch.float32), ("int8", torch.bfloat16)))  # type: ignore[arg-type]
-    plain = read(load(model_dir, None, torch.bfloat16), ids)[0]
+    exact, ours = (read(load(model_dir, form, dtype), ids)[0] for form, dtype in (("none", torch.float32), ("int8", torch.bfloat16)))  # type: ignore[arg-type]
+    plain = read(load(model_dir, "none", torch.bfloat16), ids)[0]
     error, plain_error = ((logits - exact).norm() / exact.norm() for logits in (ours, plain))
     assert error < 2 * plain_error + 0.02
     model: Decoder = load(model_dir, "int8", torch.bfloat16)

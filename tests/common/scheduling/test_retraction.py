@@ -9,7 +9,7 @@ from scheduler_harness import Node, random_prompt
 
 from common.kvcache.cache import KVCache
 from common.messages import Generate
-from common.request import SamplingParams, TextSpec
+from common.request import Bootstrap, SamplingParams, TextSpec
 from common.scheduling import pages as pages_module
 from common.scheduling.host_backup import HostBackup, Rate
 from common.scheduling.line import Line
@@ -248,6 +248,7 @@ def test_a_retracted_request_that_ends_leaves_nothing(way: str, end: str) -> Non
 def test_the_line_serves_those_that_ran_oldest_first_and_then_new_ones_as_they_came() -> None:
     line = Line()
     requests = [request_of(4, order=order) for order in range(6)]
+    requests[4].bootstrap = Bootstrap("127.0.0.1", 8998, 77)
     for order in (4, 5):
         line.add(requests[order], Place.ARRIVING if order == 4 else Place.WAITING)
     for order in (2, 0, 3, 1):
@@ -256,7 +257,10 @@ def test_the_line_serves_those_that_ran_oldest_first_and_then_new_ones_as_they_c
     line.remove(requests[5])
     line.add(requests[5])
     assert (len(line), line.num_arriving) == (5, 1)
+    assert line.has_room(77)
     assert [line.pop().order for _ in range(5)] == [0, 1, 2, 4, 5]
+    assert not line.has_room(77)
+    assert line.num_arriving == 0
     assert line.head is None
 
 
