@@ -57,7 +57,7 @@ class NodeConfig(HttpConfig):
     device: Device = flag("cpu", "where the model runs; cpu works everywhere, cuda has never been run")
     dtype: DType = flag("auto", "weights and activations; auto: the checkpoint's, float16 becoming bfloat16")
     kv_cache_dtype: KVDType = flag("auto", "KV pages; auto: as --dtype. Must be the same on both nodes of a pair")
-    quantization: Quantization = flag("auto", "weights in fewer bits: int8, int4 on CPU, fp8 on CUDA; none: in --dtype. auto: as the checkpoint has them, in float8 where the GPU multiplies it; and int4 on a decode node on CPU for a .gguf in Q4_0 or Q4_1, which loses nothing and reads a fifth of the bytes a step. The nodes of a pair may differ")
+    quantization: Quantization = flag("auto", "weights in fewer bits: int8, int4 on CPU, fp8 on CUDA; none: in --dtype. auto: as the checkpoint has them, in float8 where the GPU multiplies it; and int4 on a decode node on CPU for a .gguf in Q4_0 or Q4_1, which is as exact as bfloat16 and reads a third of the bytes a step. The nodes of a pair may differ")
     attention_backend: AttentionName = flag("auto", "auto: numba on CPU (reads KV pages in place), triton on CUDA. torch is the plain form that the others are tested against")
     page_size: int = flag(16, "KV page; smaller shares more prefix, larger means fewer descriptors", unit="tokens", choices=PAGE_SIZES)
     context_length: int | None = flag(None, "longest prompt + output together; default: the model's own limit, smaller saves page-table memory", unit="tokens", least=2)

@@ -36,6 +36,9 @@ def check_node(config: NodeConfig) -> None:
     if config.preemption_mode == "swap" and config.swap_space == 0:
         raise StartupError("--preemption-mode swap needs --swap-space; give it some, or choose recompute")
     cluster_key(config)
+    if config.quantization in ("int8", "int4", "fp8") and config.dtype == "float32":
+        flag = f"--quantization {config.quantization}"
+        raise StartupError(f"{flag} computes in bfloat16, not in --dtype float32; leave one of them out")
     for (field, value), device in ONLY_ON.items():
         interpreted = value == "triton" and os.environ.get("TRITON_INTERPRET") == "1"  # a test of its kernels
         if getattr(config, field) == value and config.device != device and not interpreted:

@@ -217,15 +217,21 @@ def hello_refusal(incarnation: PeerId, reason: str) -> HelloAck:
 
 
 def read_hello(message: Hello | HelloAck, ours: Compat) -> HelloBody | str:
-    """Its body, or why no link can be: the sentence names what differs, and both values."""
+    """Its body, or why no link can be: the sentence names what differs, and both values. It is read on either node: a Hello is a decode
+    node's, a HelloAck a prefill node's."""
+
+    def both(what: str, here: object, there: object) -> str:
+        prefill, decode = (here, there) if isinstance(message, Hello) else (there, here)
+        return f"{what}: {prefill} on the prefill node, {decode} on the decode node"
+
     if message.version != VERSION:
-        return f"transfer protocol version: {VERSION} here, {message.version} at the peer"
+        return both("transfer protocol version", VERSION, message.version)
     try:
         body = _hello_body.decode(message.body)
     except (msgspec.DecodeError, ValueError) as error:
         return f"the peer's Hello cannot be read: {error}"
     differences = [
-        f"{field.replace('_', ' ')}: {getattr(ours, field)} here, {getattr(body.compat, field)} at the peer"
+        both(field.replace("_", " "), getattr(ours, field), getattr(body.compat, field))
         for field in Compat.__struct_fields__
         if getattr(ours, field) != getattr(body.compat, field)
     ]

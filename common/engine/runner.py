@@ -74,7 +74,7 @@ class ModelRunner:
     """A Runner (launched.py) on a checkpoint directory.
 
     kv: the pool (base address, page_nbytes, num_pages with the padding page).  model_config: what the checkpoint says.
-    context_length: the longest prompt + output it takes.  dtype: of weights and activations.
+    context_length: the longest prompt + output it takes.  dtype: of weights and activations.  quantization: what it came to.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class ModelRunner:
         kind = resolve_attention(attention_backend, self.device)
         check_attention(kind, self.model_config, self.dtype, self.kv_dtype, self.device)
         quantizer = make_quantizer(quantization, self.model_config, self.dtype, self.device, threads)
+        self.quantization = "none" if quantizer is None else "fp8" if quantization == "auto" else quantization
         self.model = Decoder(self.model_config, make_ops(kind, self.model_config, self.dtype), self.dtype, self.device, quantizer)
         load_weights(self.model, model_dir, lambda fraction: progress("loading weights", fraction))
         self.kv = self._make_pool(page_size, num_pages, budget_nbytes, shared_kv)

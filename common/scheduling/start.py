@@ -61,12 +61,11 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
     """Load the model and open the sockets. Raises StartupError: the checkpoint cannot be served as configured."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    quantization = _quantization(config)
     runner = ModelRunner(
         Path(config.model),
         device=config.device,
         dtype=config.dtype,
-        quantization=quantization,
+        quantization=_quantization(config),
         kv_cache_dtype=config.kv_cache_dtype,
         page_size=config.page_size,
         num_pages=None if config.max_total_tokens is None else -(-config.max_total_tokens // config.page_size) + 1,
@@ -105,7 +104,7 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
         inbox=inbox,
         limits=limits,
         fingerprint=fingerprint(Path(config.model)),
-        quantization=quantization,
+        quantization=runner.quantization,
     )
 
 

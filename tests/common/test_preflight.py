@@ -60,6 +60,7 @@ def test_the_longest_peer_timeout_fits_hello() -> None:
         ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer runs on --device cuda only, this node has --device cpu"),
         ({"attention_backend": "numba", "device": "cuda"}, "--attention-backend numba runs on --device cpu only"),
         ({"quantization": "fp8"}, "--quantization fp8 runs on --device cuda only"),
+        ({"quantization": "int4", "dtype": "float32"}, "--quantization int4 computes in bfloat16, not in --dtype float32"),
         ({"quantization": "int4", "device": "cuda"}, "--quantization int4 runs on --device cpu only"),
     ],
 )

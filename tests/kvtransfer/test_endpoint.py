@@ -473,7 +473,7 @@ def test_nodes_that_do_not_fit_say_so_and_stay_up(cluster: Cluster, pair: tuple[
     for room in (1, 2):
         offer(other, p, room)
         failure = assert_failed(other, "incompatible_peer", room)
-        assert "dtype: float32 here, bfloat16 at the peer; page size: 4 here, 8 at the peer" in failure.message
+        assert "dtype: float32 on the prefill node, bfloat16 on the decode node; page size: 4 on the prefill node, 8 on" in failure.message
     assert [(peer["state"], "page size" in peer["reason"]) for peer in other.endpoint.peers()] == [("refused", True)]
     transfer(p, d, room=3)
 

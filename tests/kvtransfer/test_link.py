@@ -106,7 +106,7 @@ def test_an_incompatible_hello_is_refused_with_both_values_and_leaves_nothing() 
     p = Accepting()
     [refusal] = p.say_hello(page_size=32)
     assert not refusal.ok
-    assert refusal.reason == "page size: 4 here, 32 at the peer"
+    assert refusal.reason == "page size: 4 on the prefill node, 32 on the decode node"
     assert p.links.snapshot() == []
     assert not p.can_write()
 

@@ -21,6 +21,7 @@ from kvtransfer.protocol import (
     FirstToken,
     Heartbeat,
     Hello,
+    HelloAck,
     HelloBody,
     Offer,
     Undecodable,
@@ -149,17 +150,19 @@ def test_equal_nodes_fit() -> None:
 def test_a_difference_is_named_with_both_values(field: str) -> None:
     theirs = settings(**{field: DIFFERENT[field]}).compat
     reason = read_hello(hello(PeerId("d1"), HelloBody(theirs, b"", 0.5, 3.0)), COMPAT)
-    assert reason == f"{field.replace('_', ' ')}: {getattr(COMPAT, field)} here, {DIFFERENT[field]} at the peer"
+    assert reason == f"{field.replace('_', ' ')}: {getattr(COMPAT, field)} on the prefill node, {DIFFERENT[field]} on the decode node"
 
 
 def test_all_differences_are_named() -> None:
     reason = read_hello(hello(PeerId("d1"), HelloBody(settings(page_size=32, dtype="bfloat16").compat, b"", 0.5, 3.0)), COMPAT)
-    assert reason == "dtype: float32 here, bfloat16 at the peer; page size: 4 here, 32 at the peer"
+    assert reason == "dtype: float32 on the prefill node, bfloat16 on the decode node; page size: 4 on the prefill node, 32 on the decode node"
 
 
 def test_another_version_is_refused_whatever_its_body() -> None:
     reason = read_hello(Hello(VERSION + 1, "d1", b"another world"), COMPAT)
-    assert reason == f"transfer protocol version: {VERSION} here, {VERSION + 1} at the peer"
+    assert reason == f"transfer protocol version: {VERSION} on the prefill node, {VERSION + 1} on the decode node"
+    reason = read_hello(HelloAck(VERSION + 1, "p1", True, body=b"another world"), COMPAT)
+    assert reason == f"transfer protocol version: {VERSION + 1} on the prefill node, {VERSION} on the decode node"
 
 
 def test_a_body_that_cannot_be_read_is_refused() -> None:
