@@ -195,6 +195,7 @@ class ModelRunner:
             self._progress("running each decode batch size", step / len(self._buckets.sizes))
             self.launch(_padding_decode(size, self.rows.padding_row)).tokens()
         self._progress("running each decode batch size", 1.0)
+        self.kv.use(np.zeros(1, np.int32))  # page 0 was written; more is taken from here on
 
     @torch.inference_mode()
     def _draw_once(self) -> None:

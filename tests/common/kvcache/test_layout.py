@@ -5,6 +5,7 @@ import errno
 import itertools
 import logging
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from common import memfd
+from common.kvcache import layout as layout_module
 from common.kvcache.cache import KVCache
 from common.kvcache.layout import TAKE_NBYTES, KVLayout, KVPool
 
@@ -57,8 +59,9 @@ def test_pages_within_a_budget() -> None:
 
 
 @pytest.fixture
-def shared() -> KVPool:
-    """Two and a half steps of taking memory, and pages that straddle them."""
+def shared(monkeypatch: pytest.MonkeyPatch) -> KVPool:
+    """Two and a half steps of taking memory, none of it ahead, and pages that straddle them."""
+    monkeypatch.setattr(layout_module, "AHEAD_NBYTES", 0)
     layout = KVLayout(num_kv_heads=3, num_layers=30, page_size=16, head_dim=64, dtype=torch.bfloat16)
     return KVPool(layout, 5 * TAKE_NBYTES // 2 // layout.page_nbytes, CPU, shared=True)
 
@@ -154,3 +157,30 @@ def test_pages_are_in_use_from_their_allocation_on(shared: KVPool) -> None:
     cache = KVCache(shared.num_pages, shared.layout.page_size, on_alloc=shared.use)
     cache.alloc(cache.available())
     assert smaps(shared)["Rss"] > 0
+
+
+def test_memory_is_taken_ahead_of_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little of it at first, then as far as wanted by a thread that ends; a caller who needs more than was taken takes it itself."""
+    taken: list[tuple[str, int]] = []
+    monkeypatch.setattr(memfd, "make_huge", lambda address, nbytes: taken.append((threading.current_thread().name, nbytes)))
+    monkeypatch.setattr(layout_module, "AHEAD_NBYTES", 6 * memfd.HUGE_NBYTES)
+    memory = layout_module.SharedMemory(40 * memfd.HUGE_NBYTES)
+    memory.take(3 * memfd.HUGE_NBYTES)
+    wait_for_thread()
+    assert taken[0] == ("MainThread", TAKE_NBYTES)
+    assert sum(nbytes for _, nbytes in taken) == 9 * memfd.HUGE_NBYTES
+    assert {nbytes for name, nbytes in taken if name == "kv-pool"} == {memfd.HUGE_NBYTES}
+    taken.clear()
+    memory.take(9 * memfd.HUGE_NBYTES)
+    wait_for_thread()
+    assert {name for name, _ in taken} == {"kv-pool"}, "nobody waits for what was taken already"
+    taken.clear()
+    memory.take(40 * memfd.HUGE_NBYTES)
+    wait_for_thread()
+    assert sum(nbytes for _, nbytes in taken) == 25 * memfd.HUGE_NBYTES, "to the end, and nothing twice"
+
+
+def wait_for_thread() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "kv-pool":
+            thread.join(10)
