@@ -26,7 +26,7 @@ from common.server.run_directory import UP_PREFIX, run_directory
 DEFAULT_PREFILL_PORT = 8100  # NodeConfig's default is the decode node's: both run on one machine without a flag
 SCHEDULERS: dict[Role, str] = {"prefill": "prefill_node", "decode": "decode_node"}
 # `up` chooses: loopback, free ports
-NODE_ADDRESS_FIELDS = ("host", "port", "bootstrap_port", "transfer_port", "advertise_host", "allow_unauthenticated")
+NODE_ADDRESS_FIELDS = ("host", "port", "bootstrap_port", "transfer_port", "kv_events_port", "advertise_host", "allow_unauthenticated")
 
 EXAMPLES = {
     "up": "example: pdserve up --model demo --num-prefill 1 --num-decode 2",

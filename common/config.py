@@ -19,6 +19,7 @@ DType = Literal["auto", "float32", "bfloat16"]
 KVDType = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 AttentionName = Literal["auto", "torch", "numba", "triton", "flashinfer"]
+PolicyName = Literal["cost", "cache_aware", "least_load", "power_of_two", "round_robin", "random"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MAX_PORT = 65535
@@ -85,6 +86,8 @@ class NodeConfig(HttpConfig):
     peer_timeout_s: float = flag(3.0, "a peer silent for this long is lost: its requests end, its pages are fenced. Six heartbeats; a killed process is noticed at once", unit="s", name="peer-timeout", least=0.1, most=MAX_PEER_TIMEOUT_S)
     cluster_key_file: str | None = flag(None, "file with the cluster's key, the same on every node, readable by its owner only: `(umask 077; openssl rand -hex 32 > FILE)`. Control connections between nodes are authenticated and encrypted with it (CURVE), nodes without it are refused; KV pages are not encrypted")
     allow_unauthenticated: bool = flag(False, "bind an address other than loopback without --cluster-key-file; everybody who reaches it can then make offers and write KV pages")
+    kv_events_port: int | None = flag(None, "port on which stored and removed KV blocks are published (ZMQ PUB, vLLM's messages); 0: any free one; default: nothing is published", least=0, most=MAX_PORT)
+    otlp_traces_endpoint: str | None = flag(None, "URL that spans are sent to (OTLP over HTTP), such as http://collector:4318/v1/traces; needs the otel extra")
     offer_timeout_s: float = flag(30.0, "how long a prefill node keeps a decode node's offer whose request has not come; both legs of a request are sent at once", unit="s", name="offer-timeout", least=0.1)
 
 
@@ -95,11 +98,45 @@ class RouterConfig(HttpConfig):
     port: int = flag(8000, "HTTP port; 0: any free one, reported when ready. Each process has its own default, so that all run on one machine", least=0, most=MAX_PORT)
     prefill: tuple[str, ...] = flag((), "URL of a prefill node, or URL,BOOTSTRAP_PORT (default 8998); repeatable")
     decode: tuple[str, ...] = flag((), "URL of a decode node; repeatable")
-    policy: Literal["round_robin", "random", "least_load"] = flag("least_load", "how the pair is picked: least_load (fewest prompt bytes in prefill, fewest requests in decode), round_robin, random")
+    engine: Literal["auto", "pdserve", "sglang", "vllm"] = flag("auto", "what the nodes run; auto: asked of each node (/server_info, /version). Nodes of different engines never pair")
+    kv_connector: Literal["auto", "nixl", "mooncake"] = flag("auto", "KV connector of vLLM nodes, which decides how the two legs are told of each other; auto: nixl")
+    policy: PolicyName = flag("least_load", "how nodes are picked: cost (prefill: soonest done, by measured rate and what its cache holds; decode: most room), cache_aware (longest known prefix unless load is uneven), least_load, power_of_two, round_robin, random")
+    prefill_policy: PolicyName | None = flag(None, "policy for prefill nodes; default: --policy")
+    decode_policy: PolicyName | None = flag(None, "policy for decode nodes; default: --policy (cache_aware there is cost)")
+    prefix_index_size: int = flag(1 << 17, "blocks of prompts that are remembered with the nodes that computed them, oldest forgotten first; a prompt of 4 KiB has about 16", unit="blocks", least=1024, most=1 << 26)
+    kv_events: bool = flag(False, "know what prefill nodes cache from their own KV events (ZMQ) instead of from what was sent to them; needs --tokenizer-path, and nodes that publish")
+    tokenizer_path: str | None = flag(None, "directory with the model's tokenizer and chat template, for --kv-events")
+    disaggregation: Literal["require", "prefer", "never"] = flag("require", "where prompts are computed: require: always on a prefill node, 503 without one; prefer: on the decode node when little of the prompt is uncached there or no prefill node is usable; never: always on the decode node. The answer says which")
+    min_uncached_tokens: int = flag(64, "with prefer: prompts with fewer uncached tokens are computed on the decode node; 0: only when there is no prefill node", unit="tokens", least=0, most=MAX_TOKENS)
     max_retries: int = flag(1, "other pairs tried before the first byte of an answer; each with a new room", least=0, most=16)
-    max_concurrent_requests: int = flag(4096, "completion requests open at once, each with three sockets and its body in memory; more are answered 503 with Retry-After. Four decode nodes' rows and queues", least=1)
+    max_concurrent_requests: int = flag(4096, "requests under way at once, each with three sockets and its body in memory; more wait in the queue. Four decode nodes' rows and queues", least=1)
+    queue_size: int = flag(100, "requests that wait for their turn, by `priority`; more are answered 429 with Retry-After", least=0, most=1 << 20)
+    queue_timeout_s: float = flag(30.0, "longest wait in the queue; then 503 with Retry-After", unit="s", name="queue-timeout", least=0)
+    rate_limit: float = flag(0.0, "requests a second that are taken altogether, with bursts of one second's worth; more are answered 429 with Retry-After. 0: no limit", unit="requests/s", name="rate-limit-requests-per-second", least=0)
+    ttft_slo_s: float | None = flag(None, "requests whose first token is predicted later than this are refused at once, with 429 and Retry-After; default: none is refused", unit="s", name="ttft-slo", least=0.001)
     health_check_interval_s: float = flag(1.0, "pause between probes of a node's /ready: how soon a restarted node serves again", unit="s", name="health-check-interval", least=0.05, most=60)
     connect_timeout_s: float = flag(2.0, "a node that does not accept within this is treated as gone", unit="s", name="connect-timeout", least=0.01)
+    cb_failure_threshold: int = flag(5, "failures of a node in a row after which it is left alone for --cb-timeout-duration, though its probes succeed; the last node of its kind never is", least=1)
+    cb_timeout_s: float = flag(2.0, "how long such a node is left alone before one request tries it", unit="s", name="cb-timeout-duration", least=0.05, most=3600)
+    service_discovery: bool = flag(False, "find nodes among Kubernetes pods by label; needs the kubernetes extra")
+    service_discovery_namespace: str | None = flag(None, "namespace of the pods; default: the router's own")
+    service_discovery_port: int = flag(8000, "HTTP port of discovered pods, where their annotation pdserve.io/port has none", least=1, most=MAX_PORT)
+    prefill_selector: str | None = flag(None, "label selector of prefill pods, such as app=llm,role=prefill")
+    decode_selector: str | None = flag(None, "label selector of decode pods")
+    admin_port: int | None = flag(None, "port of the admin surface (/workers), bound on --admin-host; default: on --port, and only with --admin-api-key-file", least=0, most=MAX_PORT)
+    admin_host: str = flag("127.0.0.1", "address of --admin-port")
+    admin_api_key_file: str | None = flag(None, "file with the key that the admin surface takes as a bearer token")
+    api_key_file: str | None = flag(None, "TOML file of API keys, their names and limits, read again when it changes; default: everybody may ask")
+    node_api_key_file: str | None = flag(None, "file with the key sent to nodes as a bearer token; default: the client's Authorization is passed on")
+    cors_allowed_origins: str | None = flag(None, "origins that browsers may ask from, separated by commas, or *; default: none")
+    ssl_keyfile: str | None = flag(None, "private key (PEM) for HTTPS")
+    ssl_certfile: str | None = flag(None, "certificate chain (PEM) for HTTPS")
+    ssl_keyfile_password: str | None = flag(None, "password of --ssl-keyfile")
+    ssl_ca_certs: str | None = flag(None, "certificates (PEM) that clients' own must be signed by; default: clients need none")
+    head_timeout_s: float = flag(10.0, "time for a client to send a request's head; slower ones are cut off", unit="s", name="head-timeout", least=0.05)
+    body_timeout_s: float = flag(30.0, "time for a client to send a request's body; slower ones are answered 408", unit="s", name="body-timeout", least=0.05)
+    workers: int = flag(1, "router processes that share the port; none depends on another", least=1, most=64)
+    otlp_traces_endpoint: str | None = flag(None, "URL that spans are sent to (OTLP over HTTP), such as http://collector:4318/v1/traces; needs the otel extra")
 
 
 @dataclass(frozen=True, slots=True)
