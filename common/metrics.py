@@ -12,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from common.tally import CounterTally, HistogramTally
+
 FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 30.0, 60.0)
 INTER_TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.5, 1.0, 2.0)
 REQUEST_BUCKETS_S = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0, 600.0)
@@ -72,13 +74,13 @@ class HttpMetrics:
     """Requests of one HTTP server, by path and status. 499: the client left before it was answered."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter("pdserve_http_requests", "HTTP requests answered", ("path", "status"), registry=registry)
-        self._duration = Histogram("pdserve_http_request_duration_seconds", "From the request's headers to the answer's last byte", ("path",),
-                                   registry=registry, buckets=REQUEST_BUCKETS_S)
+        self._requests = CounterTally(registry, "pdserve_http_requests", "HTTP requests answered", ("path", "status"))
+        self._duration = HistogramTally(registry, "pdserve_http_request_duration_seconds", "From the request's headers to the answer's last byte",
+                                        REQUEST_BUCKETS_S, ("path",))
 
     def answered(self, path: str, status: int, duration_s: float) -> None:
-        self._requests.labels(path, str(status)).inc()
-        self._duration.labels(path).observe(duration_s)
+        self._requests.add(path, status)
+        self._duration.of(path).observe(duration_s)
 
 
 class TextMetrics:

@@ -66,7 +66,7 @@ class CompletionProxy:
         self._pairing = pairing
         self._calls: set[Call] = set()
         self._bodies = BodyBudget(config.max_body_bytes)
-        self.metrics = RouterMetrics(registry, pairing.nodes, lambda: self.num_open)
+        self.metrics = RouterMetrics(registry, config, pairing.nodes, lambda: self.num_open)
         self._dispatcher = Dispatcher(pairing, client, self.metrics, max_retries=config.max_retries, verdict_timeout_s=config.connect_timeout_s)
         self._num_admitted = 0
         self.draining = False

@@ -92,7 +92,7 @@ class Dispatcher:
                     raise first from None
                 raise
             if first is not None:
-                self._metrics.retries.inc()
+                self._metrics.retried(first.node.leg)
                 log.info("%s: tried again after %s", prompt.request_id, first)
             tried |= {pair.prefill, pair.decode}
             prompt.chosen(pair)
@@ -170,8 +170,9 @@ class Dispatcher:
         def ended(task: "asyncio.Task[None] | asyncio.Task[Beginning]") -> None:
             self._legs.discard(task)
             error = None if task.cancelled() else task.exception()
+            status = error.failure.status if isinstance(error, LegFailed) else 200 if error is None and not task.cancelled() else 499
+            self._metrics.leg_ended(node.leg, node.url, status)
             if isinstance(error, LegFailed):
-                self._metrics.leg_failed(node, error.failure.status)
                 log.debug("%s", error)
 
         leg.add_done_callback(ended)

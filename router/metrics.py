@@ -1,38 +1,155 @@
-"""What the router counts, beside the requests by path and status that every HTTP process counts (common/metrics.py)."""
+"""What the router counts, beside the requests by path and status that every HTTP process counts (common/metrics.py).
+
+The methods are for the path of requests: each is a few additions, below a microsecond (common/tally.py). Labels are few: legs,
+statuses, reasons, names of keys, URLs of nodes; the series of a node end when it is removed.
+"""
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from common.metrics import FIRST_TOKEN_BUCKETS_S, HttpMetrics, watch_gauge
-from router.nodes import Node, NodeTable
+from common.config import RouterConfig
+from common.metrics import FIRST_TOKEN_BUCKETS_S, INTER_TOKEN_BUCKETS_S, REQUEST_BUCKETS_S, HttpMetrics, watch_gauge
+from common.tally import CounterTally, Distribution, HistogramTally
+from router.nodes import Leg, Node, NodeTable
+
+QUEUE_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
+NO_FAILURE = (200, 499)  # 499: the client left, or the other leg failed first, as nginx counts
+
+
+class Placed(Protocol):
+    """A Placement (pairing.py), as far as it is counted."""
+
+    @property
+    def prefill(self) -> Node | None: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_hit_tokens(self) -> int: ...
+    @property
+    def prefill_score(self) -> float: ...
+    @property
+    def decode_score(self) -> float: ...
+    @property
+    def local_reason(self) -> str | None: ...
 
 
 class RouterMetrics:
-    def __init__(self, registry: CollectorRegistry, nodes: NodeTable, num_open: Callable[[], int]) -> None:
+    def __init__(self, registry: CollectorRegistry, config: RouterConfig, nodes: NodeTable, num_open: Callable[[], int]) -> None:
         self.registry = registry
         self.http = HttpMetrics(registry)
-        self.first_byte_s = Histogram("pdserve_time_to_first_byte_seconds", "From a request's headers to the first byte of its answer",
-                                      registry=registry, buckets=FIRST_TOKEN_BUCKETS_S)  # fmt: skip
-        self.retries = Counter("pdserve_router_retries", "Requests sent to a further pair", registry=registry)
-        self._leg_failures = Counter("pdserve_router_leg_failures", "Legs that brought no answer, by what ended them", ("leg", "node", "status"),
-                                     registry=registry)
-        watch_gauge(registry, "pdserve_router_in_flight", "Requests whose answer is not complete", lambda: float(num_open()))
-        registry.register(_NodeCollector(nodes))
+        self.first_byte_s = self._histogram("pdserve_time_to_first_byte_seconds", "From a request's headers to the first byte of its answer",
+                                            FIRST_TOKEN_BUCKETS_S)
+        self._first_token = self._histogram("pdserve_router_time_to_first_token_seconds", "The same, of streams only: their first byte is a token's",
+                                            FIRST_TOKEN_BUCKETS_S)
+        self.gap = self._histogram("pdserve_router_inter_token_latency_seconds",
+                                   "Between two parts of a stream as they are passed on; a part is a token, or several that came together",
+                                   INTER_TOKEN_BUCKETS_S).observe
+        self.ended = self._histogram("pdserve_router_e2e_request_latency_seconds", "From a request's headers to its end; answered requests",
+                                     REQUEST_BUCKETS_S).observe
+        self.queued = self._histogram("pdserve_router_queue_wait_seconds", "Time in the admission queue, of all requests that left it to go on",
+                                      QUEUE_BUCKETS_S).observe
+        self._retries = CounterTally(registry, "pdserve_router_retries", "Requests sent to a further pair, by the leg that failed", ("leg",))
+        self._retries.values = {("prefill",): 0, ("decode",): 0}  # a rate needs the 0 before the first
+        self._legs = CounterTally(None, "pdserve_router_legs", "Legs that ended; 499: given up, for the client left or the other leg failed",
+                                  ("leg", "node", "status"))
+        self._local = CounterTally(registry, "pdserve_router_local_prefills", "Prompts left to the decode node, by why", ("reason",))
+        self._refusals = CounterTally(registry, "pdserve_router_refusals", "Requests refused before they were placed", ("reason", "key"))
+        self._keyed = CounterTally(registry, "pdserve_router_key_requests", "Requests by the name of their API key", ("key",))
+        self._placed: dict[Leg, PlacedTally] = {
+            "prefill": PlacedTally(config.prefill_policy or config.policy),
+            "decode": PlacedTally(config.decode_policy or config.policy),
+        }
+        self.watch("pdserve_router_in_flight", "Requests whose answer is not complete", num_open)
+        registry.register(_NodeCollector(nodes, self._legs))
+        registry.register(_PlacedCollector(self._placed))
 
-    def leg_failed(self, node: Node, status: int) -> None:
-        self._leg_failures.labels(node.leg, node.url, str(status)).inc()
+    # ---- one request -------------------------------------------------------------------------------------------------
+
+    def requested(self, key: str) -> None:
+        """key: the name of the client's API key."""
+        self._keyed.add(key)
+
+    def refused(self, reason: str, key: str | None = None) -> None:
+        """reason: one of a few words, such as `queue_full`, `rate_limit`, `ttft_slo`, `key_limit`, `unauthorized`."""
+        self._refusals.add(reason, key or "")
+
+    def placed(self, placement: Placed) -> None:
+        decode = self._placed["decode"]
+        decode.num += 1
+        decode.scores += placement.decode_score
+        computes = decode
+        if placement.prefill is not None:
+            computes = self._placed["prefill"]
+            computes.num += 1
+            computes.scores += placement.prefill_score
+        elif placement.local_reason is not None:
+            self._local.add(placement.local_reason)
+        computes.prompt_tokens += placement.num_tokens
+        computes.hit_tokens += placement.num_hit_tokens
+
+    def leg_ended(self, leg: Leg, node_url: str, status: int) -> None:
+        """status: 200, the failure's, or 499 when it was given up."""
+        self._legs.add(leg, node_url, status)
+
+    def retried(self, leg: Leg) -> None:
+        """The request goes to a further pair because this leg failed."""
+        self._retries.add(leg)
+
+    def first_byte(self, ttft_s: float, streamed: bool) -> None:
+        self.first_byte_s.observe(ttft_s)
+        if streamed:
+            self._first_token.observe(ttft_s)
+
+    # ---- what is read when /metrics is ----------------------------------------------------------------------------------
+
+    def watch(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        """A further gauge: length of a queue, size of an index, open connections."""
+        watch_gauge(self.registry, name, documentation, lambda: float(read()))
+
+    def _histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Distribution:
+        return HistogramTally(self.registry, name, documentation, bounds).of()
+
+
+class PlacedTally:
+    """Requests of one leg."""
+
+    __slots__ = ("hit_tokens", "num", "policy", "prompt_tokens", "scores")
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.num = self.prompt_tokens = self.hit_tokens = 0
+        self.scores = 0.0
+
+
+class _PlacedCollector(Collector):
+    def __init__(self, placed: dict[Leg, PlacedTally]) -> None:
+        self._placed = placed
+
+    def collect(self) -> Iterable[Metric]:
+        scores = SummaryMetricFamily("pdserve_router_policy_score", "Score of the node that the policy chose; its unit is the policy's",
+                                     labels=("policy", "leg"))
+        prompts = CounterMetricFamily("pdserve_router_prompt_tokens", "Tokens of prompts by the leg that computes them, exact or estimated", labels=("leg",))
+        hits = CounterMetricFamily("pdserve_router_prefix_hit_tokens", "Those of them that its node is believed to have cached", labels=("leg",))
+        for leg, tally in self._placed.items():
+            scores.add_metric((tally.policy, leg), tally.num, tally.scores)
+            prompts.add_metric((leg,), tally.prompt_tokens)
+            hits.add_metric((leg,), tally.hit_tokens)
+        yield from (scores, prompts, hits)
 
 
 class _NodeCollector(Collector):
-    """Read when /metrics is."""
+    """Gauges of every node, and the legs that failed: those that ended with a status of failure. Forgets nodes that are gone."""
 
-    def __init__(self, nodes: NodeTable) -> None:
+    def __init__(self, nodes: NodeTable, legs: CounterTally) -> None:
         self._nodes = nodes
+        self._legs = legs
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
+        nodes = self._nodes.all
         gauges: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
             ("pdserve_router_node_up", "1 when requests may be sent to the node", lambda node: float(node.usable)),
             ("pdserve_router_node_in_flight", "Requests that are under way at the node", lambda node: float(node.num_in_flight)),
@@ -40,6 +157,15 @@ class _NodeCollector(Collector):
         )
         for name, documentation, read in gauges:
             family = GaugeMetricFamily(name, documentation, labels=("leg", "node"))
-            for node in self._nodes.all:
+            for node in nodes:
                 family.add_metric((node.leg, node.url), read(node))
             yield family
+        known = {(node.leg, node.url) for node in nodes}
+        self._legs.forget(lambda labels: labels[:2] not in known)
+        failures = CounterMetricFamily("pdserve_router_leg_failures", "Legs that brought no answer, by what ended them",
+                                       labels=("leg", "node", "status"))
+        for (leg, url, status), num in self._legs.values.items():
+            if status not in NO_FAILURE:
+                failures.add_metric((str(leg), str(url), str(status)), num)
+        yield failures
+        yield from self._legs.collect()

@@ -46,7 +46,7 @@ class Rig:
         return {labels: float(value) for labels, value in samples}
 
     async def retries(self) -> float:
-        return (await self.metric("pdserve_router_retries_total"))[""]
+        return sum((await self.metric("pdserve_router_retries_total")).values())
 
 
 @asynccontextmanager
