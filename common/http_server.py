@@ -22,15 +22,21 @@ KEEP_ALIVE_S = 120  # longer than clients' pools keep an idle connection, so tha
 CLOSE_TIMEOUT_S = 1  # for replies under way when the server stops; the node has ended its requests by then
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises StartupError when the address is in use or not this machine's."""
+def bind(host: str, port: int, *, reuse_port: bool = False, listen: bool = True) -> socket.socket:
+    """A listening socket. Raises StartupError when the address is in use or not this machine's.
+
+    reuse_port: others of this user may bind the port too, with the same option; connections are spread over those that listen.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
-            listener.listen(BACKLOG)  # at once: SO_REUSEADDR lets two sockets bind one port as long as neither listens
+            if listen:
+                listener.listen(BACKLOG)  # at once: SO_REUSEADDR lets two sockets bind one port as long as neither listens
         except OSError:
             listener.close()
             raise

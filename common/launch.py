@@ -107,13 +107,13 @@ def run_child(main: Callable[[bytes, Reporter], None]) -> None:
 
 
 class Child:
-    """A started process, seen from its parent's event loop. `environment` is added to the parent's own."""
+    """A started process, seen from its parent's event loop. `environment` is added to the parent's own; `pass_fds` it inherits open."""
 
     def __init__(self, name: str, argv: Sequence[str], payload: bytes = b"", on_progress: Callable[[str], None] | None = None,
-                 environment: Mapping[str, str] | None = None) -> None:
+                 environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()) -> None:
         self.name = name
         self._on_progress = on_progress
-        self.process, self._status_fd = _spawn(argv, environment or {})
+        self.process, self._status_fd = _spawn(argv, environment or {}, pass_fds)
         self._payload = payload
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[dict[str, object]] = loop.create_future()
@@ -191,13 +191,13 @@ def ending(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def _spawn(argv: Sequence[str], environment: Mapping[str, str]) -> tuple["subprocess.Popen[bytes]", int]:
+def _spawn(argv: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]) -> tuple["subprocess.Popen[bytes]", int]:
     """The started process, and the read end of its status pipe."""
     status_read, status_write = os.pipe()
     variables = {**os.environ, **environment, STATUS_FD_VARIABLE: str(status_write)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return subprocess.Popen(list(argv), stdin=subprocess.PIPE, pass_fds=(status_write,), env=variables), status_read
+        return subprocess.Popen(list(argv), stdin=subprocess.PIPE, pass_fds=(status_write, *pass_fds), env=variables), status_read
     except OSError:
         os.close(status_read)
         raise

@@ -43,14 +43,18 @@ def run_router(config: RouterConfig) -> int:
     try:
         with bind(config.host, config.port) as listener:
             configure_logs(config.log_level, f"router:{listener.getsockname()[1]}")
-            raise_file_limit()
-            gc.freeze()  # what is imported lives for ever and need not be visited by collections
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(Router(config, listener, reporter, supervised, NodeTable.of(config)).run())
+            return serve(config, listener, reporter, supervised)
     except StartupError as error:
         reporter.failed(str(error), startup=True)
         raise
 
+
+def serve(config: RouterConfig, listener: socket.socket, reporter: Reporter, supervised: bool) -> int:
+    """The router on a socket that is bound already, its logs configured: all of it, or one worker (workers.py)."""
+    raise_file_limit()
+    gc.freeze()  # what is imported lives for ever and need not be visited by collections
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Router(config, listener, reporter, supervised, NodeTable.of(config)).run())
 
 
 @dataclass(slots=True)

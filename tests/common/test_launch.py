@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -52,6 +53,18 @@ async def test_payload_larger_than_a_pipe_arrives_whole() -> None:
     import hashlib
 
     assert await worker.wait_ready() == {"digest": hashlib.sha256(payload).hexdigest(), "nbytes": 3_000_000}
+    assert await worker.wait_death() == 0
+
+
+async def test_passed_descriptors_are_open_in_the_child_under_their_numbers() -> None:
+    ours, theirs = socket.socketpair()
+    body = f"import os; os.write({theirs.fileno()}, b'from the child'); reporter.ready()"
+    worker = child(body, pass_fds=(theirs.fileno(),))
+    theirs.close()
+    await worker.wait_ready()
+    assert ours.recv(64) == b"from the child"
+    assert ours.recv(64) == b""  # nobody else holds the other end
+    ours.close()
     assert await worker.wait_death() == 0
 
 
