@@ -27,6 +27,18 @@ class Head(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None  # of /v1/responses
+    # what else the pages of a prompt depend on
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    system: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    instructions: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    lora_path: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    cache_salt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    extra_key: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     bootstrap_host: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     bootstrap_port: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     bootstrap_room: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
