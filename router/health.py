@@ -37,12 +37,31 @@ class Prober:
         self._timeout_s = timeout_s
 
     async def run(self) -> None:
+        """A task for each node, as long as it is in the table. Ends by cancellation, or by a fault in one of them."""
+        watches: dict[Node, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
+
+            def watch(node: Node) -> None:
+                watches[node] = group.create_task(self._watch(node))
+
+            def leave(node: Node) -> None:
+                watches.pop(node).cancel()
+
             for node in self._nodes.all:
-                group.create_task(self._watch(node))
+                watch(node)
+            self._nodes.added.append(watch)
+            self._nodes.removed.append(leave)
+            try:
+                await asyncio.get_running_loop().create_future()  # for ever
+            finally:
+                self._nodes.added.remove(watch)
+                self._nodes.removed.remove(leave)
 
     async def _watch(self, node: Node) -> None:
         while True:
+            if node.leaving and not node.num_in_flight:
+                self._nodes.remove(node)
+                return
             node.probe_now.clear()
             await self.probe(node)
             try:
@@ -71,14 +90,14 @@ class Prober:
             if is_own_limit(error) and node.usable:
                 log.warning("%s node %s could not be probed: %s", node.leg, node.url, error)
                 return
-            self._failed(node, f"cannot be reached: {error}")
+            self._failed(node, f"cannot be reached: {error}", gone=isinstance(error, ConnectionRefusedError))
         else:
             if node.probe_succeeded(info, num_blames):
                 log.info("%s node %s is usable", node.leg, node.url)
         node.num_silent_probes = 0
 
-    def _failed(self, node: Node, reason: str) -> None:
-        if node.probe_failed(reason):
+    def _failed(self, node: Node, reason: str, *, gone: bool = False) -> None:
+        if node.probe_failed(reason, gone=gone):
             log.warning("%s node %s %s", node.leg, node.url, reason)
 
     async def _ask(self, node: Node) -> NodeInfo:

@@ -1,134 +1,33 @@
-"""What the router knows of each node: whether it may be used, what it said of itself, and how much is under way there.
+"""Which nodes there are, which of them may be sent a request, and which two can be a pair.
 
-    unknown --good probe--> usable --failed probe, or blame--> unusable(reason) --good probe--> usable
+Nodes may come and go while requests are served (admin.py, discovery.py). A drained node gets no new requests; those under way
+end as ever. A removed one is never used again: whoever still holds it finds it unusable. What one node's state means: node.py.
 
-Two things speak about a node. A probe (health.py) may say yes or no; a request whose connection failed may only say no (blame),
-and asks for a probe at once. Neither says anything for longer than until the next probe: no node is struck off for good. A probe
-that was on its way when a request blamed the node is too old to clear it. Until that probe's verdict the node is a suspect: it is
-not used, but a request that has no other node waits for the verdict.
+The breaker of the last node of its kind holds nothing up: candidates() then gives it as if it were closed.
 """
 
-import asyncio
-from dataclasses import dataclass, field
-from typing import Literal
-from urllib.parse import urlsplit
-
-import msgspec
+import time
+from collections.abc import Callable, Sequence
 
 from common.config import RouterConfig
-from router.connection import Address
+from router.breaker import Breaker
+from router.node import AGREED_FACTS, REMOVED, Clock, Leg, Node, NodeInfo, PageCounts
 
-Leg = Literal["prefill", "decode"]
+__all__ = ["AGREED_FACTS", "Leg", "Node", "NodeInfo", "NodeTable", "PageCounts", "candidates", "disagreement"]
 
-AGREED_FACTS = ("fingerprint", "dtype", "kv_cache_dtype", "page_size", "protocol_version", "context_length", "transfer_backend", "cluster_key_id")
 FITS_ALL = {"transfer_backend": "auto"}  # a value that agrees with every other; whether two do have a common way, their own Hello says
 
 
-class NodeInfo(msgspec.Struct, frozen=True):
-    """GET /server_info of a node, as far as the router uses it; every field may be missing (other servers speak the protocol too)."""
-
-    served_model_name: str | None = None
-    version: str | None = None
-    incarnation: int | str | None = None
-    fingerprint: str | None = None
-    dtype: str | None = None
-    kv_cache_dtype: str | None = None
-    page_size: int | None = None
-    protocol_version: int | str | None = None
-    context_length: int | None = None  # tokens
-    transfer_backend: str | None = None
-    cluster_key_id: str | None = None  # "none": it has no key
-    bootstrap_host: str | None = None
-    bootstrap_port: int | None = None
-    disaggregation_bootstrap_port: int | None = None  # SGLang's name
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One node of one role. `reason`: why it is not usable, None when it is."""
-
-    leg: Leg
-    url: str
-    configured_bootstrap_port: int | None = None
-    reason: str | None = "not probed yet"
-    info: NodeInfo = field(default_factory=NodeInfo)
-    probed: bool = False  # a probe has succeeded once
-    num_blames: int = 0
-    address: Address = field(init=False)
-    host_header: bytes = field(init=False)
-    path_prefix: bytes = field(init=False)
-    num_silent_probes: int = 0  # in a row
-    num_in_flight: int = 0  # requests
-    prompt_bytes_in_flight: int = 0
-    probe_now: asyncio.Event = field(default_factory=asyncio.Event)
-    verdict: asyncio.Event | None = None  # while it is a suspect: set when the probe that follows the blame has ended
-
-    def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        tls = parts.scheme == "https"
-        self.address = Address(parts.hostname or "", parts.port or (443 if tls else 80), tls)
-        self.host_header, self.path_prefix = parts.netloc.rpartition("@")[2].encode(), parts.path.encode()
-
-    @property
-    def usable(self) -> bool:
-        return self.reason is None
-
-    @property
-    def load(self) -> int:
-        """What a further request would queue behind: prompt bytes to compute, or rows in the decode batch."""
-        return self.prompt_bytes_in_flight if self.leg == "prefill" else self.num_in_flight
-
-    @property
-    def bootstrap_host(self) -> str:
-        return self.info.bootstrap_host or urlsplit(self.url).hostname or ""
-
-    @property
-    def bootstrap_port(self) -> int | None:
-        return self.configured_bootstrap_port or self.info.bootstrap_port or self.info.disaggregation_bootstrap_port
-
-    def blame(self, reason: str) -> None:
-        """A request's connection to it failed."""
-        self.num_blames += 1
-        self.reason = reason
-        self.probe_now.set()
-        if self.verdict is None:
-            self.verdict = asyncio.Event()
-
-    def probe_succeeded(self, info: NodeInfo, num_blames: int) -> bool:
-        """num_blames: as it was when the probe began. True when the node became usable."""
-        self.info = info
-        self.probed = True
-        was_usable = self.usable
-        if num_blames == self.num_blames:
-            self.reason = None
-        return self.usable and not was_usable
-
-    def probe_failed(self, reason: str) -> bool:
-        """True when the node was usable until now."""
-        was_usable = self.usable
-        self.reason = reason
-        return was_usable
-
-    def probe_ended(self, num_blames: int) -> None:
-        """Whatever it found."""
-        if num_blames == self.num_blames and self.verdict is not None:
-            self.verdict.set()
-            self.verdict = None
-
-    def serves(self, model: str | None) -> bool:
-        return model is None or self.info.served_model_name in (model, None)
-
-    def begin(self, prompt_bytes: int) -> None:
-        self.num_in_flight += 1
-        self.prompt_bytes_in_flight += prompt_bytes
-
-    def end(self, prompt_bytes: int) -> None:
-        self.num_in_flight -= 1
-        self.prompt_bytes_in_flight -= prompt_bytes
+def candidates(nodes: Sequence[Node], now_s: float) -> list[Node]:
+    """Those of `nodes`, all of one kind, that may be sent a request; those that only their breakers hold back when there is no other."""
+    usable = [node for node in nodes if node.reason is None and not node.draining]
+    return [node for node in usable if node.breaker.admits(now_s)] or usable
 
 
 def disagreement(prefill: Node, decode: Node) -> str | None:
     """Why the two cannot be a pair; None when they can. What one of them does not report is left to their own Hello."""
+    if None not in (prefill.engine, decode.engine) and prefill.engine != decode.engine:
+        return f"engine is {prefill.engine} on {prefill.url} and {decode.engine} on {decode.url}"
     for name in AGREED_FACTS:
         ours, theirs = getattr(prefill.info, name), getattr(decode.info, name)
         if ours is not None and theirs is not None and ours != theirs and FITS_ALL.get(name) not in (ours, theirs):
@@ -136,15 +35,40 @@ def disagreement(prefill: Node, decode: Node) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
 class NodeTable:
-    prefill: tuple[Node, ...]
-    decode: tuple[Node, ...]
+    """All nodes, of both roles. Not thread-safe: one event loop.
+
+    `prefill`, `decode`: replaced, never changed, when a node comes or goes; in the order they came in.
+    `version`: another number whenever something has changed that decides who is used and which pairs there are: a node came, went,
+    became usable or stopped being so, drains or does not, its breaker changed state, it says something else of itself. Not for load.
+    `added`, `removed`, `restarted`: called with the node, after the table has changed. A removed or restarted node has forgotten
+    every prefix. They must not raise.
+    """
+
+    def __init__(self, *, failure_threshold: int = 5, breaker_timeout_s: float = 2.0, engine: str | None = None,
+                 clock: Clock = time.monotonic) -> None:
+        self.prefill: tuple[Node, ...] = ()
+        self.decode: tuple[Node, ...] = ()
+        self.version = 0
+        self.added: list[Callable[[Node], None]] = []
+        self.removed: list[Callable[[Node], None]] = []
+        self.restarted: list[Callable[[Node], None]] = []
+        self._failure_threshold = failure_threshold
+        self._breaker_timeout_s = breaker_timeout_s
+        self._engine = engine
+        self._clock = clock
+        self._models: dict[str, Node] = {}
+        self._models_version = -1
 
     @classmethod
-    def of(cls, config: RouterConfig) -> "NodeTable":
-        prefill, decode = dict.fromkeys(config.prefill), dict.fromkeys(config.decode)  # without repetitions
-        return cls(tuple(_node("prefill", text) for text in prefill), tuple(_node("decode", text) for text in decode))
+    def of(cls, config: RouterConfig, clock: Clock = time.monotonic) -> "NodeTable":
+        engine = None if config.engine == "auto" else config.engine
+        table = cls(failure_threshold=config.cb_failure_threshold, breaker_timeout_s=config.cb_timeout_s, engine=engine, clock=clock)
+        for text in config.prefill:
+            table.add("prefill", text)
+        for text in config.decode:
+            table.add("decode", text)
+        return table
 
     @property
     def all(self) -> tuple[Node, ...]:
@@ -153,11 +77,82 @@ class NodeTable:
     @property
     def models(self) -> dict[str, Node]:
         """Every model a node has reported, also of nodes that are away; with one node that serves it, a usable one if there is."""
-        nodes = sorted((node for node in self.all if node.probed), key=lambda node: node.usable)
-        return {node.info.served_model_name: node for node in nodes if node.info.served_model_name is not None}
+        if self._models_version != self.version:
+            nodes = sorted((node for node in self.all if node.probed), key=lambda node: node.usable)
+            self._models = {node.info.served_model_name: node for node in nodes if node.info.served_model_name is not None}
+            self._models_version = self.version
+        return self._models
+
+    def find(self, leg: Leg, text: str) -> Node | None:
+        url = _split(text)[0]
+        return next((node for node in self._of_leg(leg) if node.url == url), None)
+
+    def add(self, leg: Leg, text: str) -> Node:
+        """text: URL or URL,BOOTSTRAP_PORT. A node that is there already stays as it is, but if it was leaving or drained it is not
+        any longer."""
+        if (known := self.find(leg, text)) is not None:
+            self.undrain(known)
+            return known
+        url, port = _split(text)
+        breaker = Breaker(self._failure_threshold, self._breaker_timeout_s)
+        node = Node(leg, url, port, breaker, self._clock, self._changed, self._restarted, engine=self._engine)
+        self._replace(leg, (*self._of_leg(leg), node))
+        self._tell(self.added, node)
+        return node
+
+    def drain(self, node: Node) -> None:
+        """No new requests; idempotent."""
+        if not node.draining:
+            node.draining = True
+            self._changed()
+
+    def undrain(self, node: Node) -> None:
+        """Take a drain back, also one that was to end in its removal."""
+        node.leaving = False
+        if node.draining and node in self._of_leg(node.leg):
+            node.draining = False
+            self._changed()
+
+    def retire(self, node: Node) -> None:
+        """Drain, and remove when nothing is under way there any longer: now, or when the prober next looks."""
+        self.drain(node)
+        node.leaving = True
+        if not node.num_in_flight:
+            self.remove(node)
+
+    def remove(self, node: Node) -> None:
+        """At once, whatever is under way there (that goes on by itself); idempotent."""
+        nodes = self._of_leg(node.leg)
+        if node not in nodes:
+            return
+        node.draining = True
+        node.reason = REMOVED
+        self._replace(node.leg, tuple(other for other in nodes if other is not node))
+        node.probe_ended(node.num_blames)  # nobody will wait for a verdict on it
+        self._tell(self.removed, node)
+
+    def _of_leg(self, leg: Leg) -> tuple[Node, ...]:
+        return self.prefill if leg == "prefill" else self.decode
+
+    def _replace(self, leg: Leg, nodes: tuple[Node, ...]) -> None:
+        if leg == "prefill":
+            self.prefill = nodes
+        else:
+            self.decode = nodes
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
+
+    def _restarted(self, node: Node) -> None:
+        self._tell(self.restarted, node)
+
+    @staticmethod
+    def _tell(listeners: list[Callable[[Node], None]], node: Node) -> None:
+        for listener in tuple(listeners):
+            listener(node)
 
 
-def _node(leg: Leg, text: str) -> Node:
-    """text: URL or URL,BOOTSTRAP_PORT."""
+def _split(text: str) -> tuple[str, int | None]:
     url, _, port = text.partition(",")
-    return Node(leg, url.rstrip("/"), int(port) if port else None)
+    return url.rstrip("/"), int(port) if port else None

@@ -5,12 +5,13 @@ only when there is no other, nodes that asked it to come later not at all.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from common.errors import Failure, RequestError, invalid, not_found
-from router.nodes import Node, NodeTable, disagreement
+from router.nodes import Node, NodeTable, candidates, disagreement
 from router.policy import Policy
 
 RETRY_AFTER_S = 1.0
@@ -92,7 +93,7 @@ class Pairing:
 
     @staticmethod
     def _usable(nodes: Sequence[Node], model: str | None) -> list[Node]:
-        return [node for node in nodes if node.usable and node.serves(model)]
+        return candidates([node for node in nodes if node.serves(model)], time.monotonic())
 
 
 def _match(prefill: Node, decode: Node) -> bool:
