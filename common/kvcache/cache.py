@@ -43,6 +43,11 @@ class KVCache:
         self._tree = RadixTree(num_pages)
         self._on_alloc = on_alloc
 
+    @property
+    def tree(self) -> RadixTree:
+        """What is kept for reuse, to look at and to observe; only this object changes it."""
+        return self._tree
+
     def match(self, token_ids: list[int]) -> PageIds:
         """Pages of the longest cached prefix in full pages, each retained for the caller.
 

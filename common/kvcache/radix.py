@@ -21,6 +21,8 @@ the heap is rebuilt when it has grown to more than twice the nodes.
 
 import heapq
 import struct
+from collections.abc import Collection
+from typing import Protocol
 
 ROOT = 0  # the padding page: never a node of its own
 MIN_HEAP_REBUILD = 64  # below this many entries stale ones cost nothing
@@ -34,8 +36,19 @@ def page_keys(token_ids: list[int], page_size: int) -> list[bytes]:
     return [packed[start : start + key_nbytes] for start in range(0, len(packed), key_nbytes)]
 
 
+class TreeObserver(Protocol):
+    """Hears of every change of what the tree holds, after it was made (events.py publishes it)."""
+
+    def stored(self, parent: int, pages: list[int], edges: list[bytes]) -> None:
+        """pages[0] became a child of `parent` by edges[0], each further one a child of the one before it."""
+
+    def evicted(self, pages: list[int]) -> None:
+        """These pages are no nodes any more, children before their parents."""
+
+
 class RadixTree:
     def __init__(self, num_pages: int) -> None:
+        self.observer: TreeObserver | None = None
         self.num_nodes = 0
         self.num_evictable = 0
         self._parent = [ROOT] * num_pages
@@ -45,6 +58,20 @@ class RadixTree:
         self._last_used = [0] * num_pages
         self._clock = 0
         self._leaves: list[tuple[int, int]] = []  # heap of (last_used, page); see _is_evictable_leaf for the live ones
+
+    def children(self, page: int) -> Collection[int]:
+        """Nodes one page longer than this one, or than ROOT."""
+        return self._children[page].values()
+
+    def parent(self, page: int) -> int | None:
+        """None: the page is no node."""
+        return None if self._edge[page] is None else self._parent[page]
+
+    def edge(self, page: int) -> bytes:
+        """The token ids of a node's page, int32 each."""
+        edge = self._edge[page]
+        assert edge is not None, f"page {page} is no node"
+        return edge
 
     def match(self, keys: list[bytes]) -> list[int]:
         """Pages of the longest cached prefix, root first; marks them used. The caller pins them."""
@@ -80,8 +107,8 @@ class RadixTree:
         if len(path) == len(keys):
             self._offer_leaf(node)  # its old heap entry went stale with the new last use
             return []
-        added = pages[len(path) : len(keys)]
-        for key, page in zip(keys[len(path) :], added, strict=True):
+        parent, new_keys, added = node, keys[len(path) :], pages[len(path) : len(keys)]
+        for key, page in zip(new_keys, added, strict=True):
             self._parent[page], self._edge[page], self._pins[page] = node, key, 0
             last_used[page] = clock
             children[node][key] = page
@@ -89,6 +116,8 @@ class RadixTree:
         self.num_nodes += len(added)
         self.num_evictable += len(added)
         self.pin(added)
+        if self.observer is not None:
+            self.observer.stored(parent, added, new_keys)
         return added
 
     def pin(self, pages: list[int]) -> None:
@@ -135,6 +164,8 @@ class RadixTree:
             self._offer_leaf(parent)
         self.num_nodes -= n
         self.num_evictable -= n
+        if self.observer is not None:
+            self.observer.evicted(evicted)
         return evicted
 
     def _is_evictable_leaf(self, page: int, last_used: int) -> bool:
