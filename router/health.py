@@ -1,8 +1,12 @@
-"""Is a node there? One probe per node and interval: GET /ready, then GET /server_info.
+"""Is a node there, and what is it? One probe per node and interval: is it ready, and what does it say of itself.
 
-A node that has no /ready (404: SGLang) is asked /health; one whose /server_info cannot be read is used without its facts. A
-node that a request blamed is probed at once. A probe has a time limit of its own, so that a frozen node is found out while others are
-probed on time; one late answer is a busy machine, two in a row are a node that is gone.
+    engine not known    GET /ready (404: /health), then what detect() wants to know (engines/detect.py)
+    pdserve             GET /ready (404: /health), GET /server_info
+    sglang, vllm        GET /health, which is all the readiness they show; GET /server_info or /v1/models
+
+A node whose facts cannot be read is used without them. A node that a request blamed is probed at once. A probe has a time limit
+of its own, so that a frozen node is found out while others are probed on time; one late answer is a busy machine, two in a row are
+a node that is gone.
 """
 
 import asyncio
@@ -11,20 +15,19 @@ import logging
 import msgspec
 
 from router.connection import NotHttp
+from router.engines import DETECT_PATHS, INFO_PATHS, detect, facts
 from router.legs import NodeClient, is_own_limit
 from router.nodes import Node, NodeInfo, NodeTable
 
-INFO_PATHS = ("/server_info", "/get_server_info")  # the second: older SGLang
 MAX_SILENT_PROBES = 2
 MAX_INFO_BYTES = 1 << 20
+ROLES = ("prefill", "decode")
 
 log = logging.getLogger(__name__)
 
-_decode_info = msgspec.json.Decoder(NodeInfo, strict=False).decode
-
 
 class NotReady(Exception):
-    """The node answered, and not with 200."""
+    """The node answered, and is not to be used."""
 
 
 class Prober:
@@ -76,9 +79,10 @@ class Prober:
         node.probe_ended(num_blames)
 
     async def _probe(self, node: Node, num_blames: int) -> None:
+        asked_s = node.clock()
         try:
             async with asyncio.timeout(self._timeout_s):
-                info = await self._ask(node)
+                engine, info = await self._ask(node)
         except TimeoutError:
             node.num_silent_probes += 1
             if node.num_silent_probes >= MAX_SILENT_PROBES:
@@ -92,7 +96,7 @@ class Prober:
                 return
             self._failed(node, f"cannot be reached: {error}", gone=isinstance(error, ConnectionRefusedError))
         else:
-            if node.probe_succeeded(info, num_blames):
+            if node.probe_succeeded(info, num_blames, engine, asked_s):
                 log.info("%s node %s is usable", node.leg, node.url)
         node.num_silent_probes = 0
 
@@ -100,21 +104,32 @@ class Prober:
         if node.probe_failed(reason, gone=gone):
             log.warning("%s node %s %s", node.leg, node.url, reason)
 
-    async def _ask(self, node: Node) -> NodeInfo:
-        status, _ = await self._client.get(node, "/ready", MAX_INFO_BYTES)
+    async def _ask(self, node: Node) -> tuple[str | None, NodeInfo]:
+        """Its engine, and what it says of itself. Raises NotReady."""
+        engine = self._nodes.engine or (None if node.away else node.engine)  # what was away may have come back as another
+        status = 404
+        if engine in (None, "pdserve"):
+            status, _ = await self._client.get(node, "/ready", MAX_INFO_BYTES)
         if status == 404:
             status, _ = await self._client.get(node, "/health", MAX_INFO_BYTES)
         if status != 200:
             raise NotReady(f"is not ready (it answers {status})")
-        try:
-            return _decode_info(await self._info(node))
-        except msgspec.DecodeError as error:
-            log.debug("%s/server_info cannot be used: %s", node.url, error)
-            return NodeInfo()
+        answers: dict[str, tuple[int, bytes]] = {}
+        for path in DETECT_PATHS if engine is None else INFO_PATHS[engine]:
+            answers[path] = await self._client.get(node, path, MAX_INFO_BYTES)
+            engine = engine or detect(answers)
+            if engine is not None and answers[path][0] == 200:
+                break
+        info = _info(node, facts(engine, answers))
+        if info.disaggregation_mode in ROLES and info.disaggregation_mode != node.leg:
+            raise NotReady(f"is a {info.disaggregation_mode} node, and was given as a {node.leg} node; give it as --{info.disaggregation_mode}")
+        return engine, info
 
-    async def _info(self, node: Node) -> bytes:
-        for path in INFO_PATHS:
-            status, body = await self._client.get(node, path, MAX_INFO_BYTES)
-            if status == 200:
-                return body
-        return b"{}"
+
+def _info(node: Node, stated: dict[str, object]) -> NodeInfo:
+    try:
+        # vLLM's version is asked for once
+        return msgspec.convert({"version": node.info.version, **stated}, NodeInfo, strict=False)
+    except msgspec.ValidationError as error:
+        log.debug("what %s says of itself cannot be used: %s", node.url, error)
+        return NodeInfo()

@@ -76,7 +76,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
         return None if self.pages is None else self.pages.total
 
 
-PAIRING_FACTS = (*AGREED_FACTS, "served_model_name", "incarnation", "kv_events_port")  # what NodeTable.version stands for
+PAIRING_FACTS = (*AGREED_FACTS, "served_model_name", "incarnation", "kv_events_port")
 
 
 def _nothing(*_: object) -> None:
@@ -169,19 +169,20 @@ class Node:
         if self.breaker.ended_well(self.clock(), began_s):
             self.changed()
 
-    def probe_succeeded(self, info: NodeInfo, num_blames: int) -> bool:
-        """num_blames: as it was when the probe began. True when the node became usable."""
-        was, self.info = self.info, info
+    def probe_succeeded(self, info: NodeInfo, num_blames: int, engine: str | None = None, asked_s: float = -math.inf) -> bool:
+        """num_blames: as it was when the probe began, which was at asked_s. True when the node became usable."""
+        was, was_usable = self._facts(), self.usable
+        incarnation = self.info.incarnation
         # without an incarnation to compare, a process that accepted nothing is taken to have been another one
-        restarted = self.probed and (was.incarnation not in (None, info.incarnation) or (info.incarnation is None and self.gone))
-        if (self.away or restarted) and self.breaker.came_back(self.clock()):
-            self.changed()
-        if not self.probed or any(getattr(was, name) != getattr(info, name) for name in PAIRING_FACTS):
-            self.changed()
+        restarted = self.probed and (incarnation not in (None, info.incarnation) or (info.incarnation is None and self.gone))
+        self.info, self.engine, self.info_s = info, engine or self.engine, asked_s
+        if self.away or restarted:
+            self.breaker.came_back(self.clock())
         self.probed, self.away, self.gone = True, False, False
+        if was != self._facts():
+            self.changed()
         if restarted:
             self.restarted(self)
-        was_usable = self.usable
         if num_blames == self.num_blames:
             self._set_reason(None)
         return self.usable and not was_usable
@@ -207,6 +208,10 @@ class Node:
     def end(self, prompt_bytes: int) -> None:
         self.num_in_flight -= 1
         self.prompt_bytes_in_flight -= prompt_bytes
+
+    def _facts(self) -> tuple[object, ...]:
+        """What decides who is used and which pairs there are."""
+        return (self.probed, self.engine, self.breaker.state, *(getattr(self.info, name) for name in PAIRING_FACTS))
 
     def _set_reason(self, reason: str | None) -> None:
         if self.reason == REMOVED:

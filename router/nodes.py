@@ -55,7 +55,7 @@ class NodeTable:
         self.restarted: list[Callable[[Node], None]] = []
         self._failure_threshold = failure_threshold
         self._breaker_timeout_s = breaker_timeout_s
-        self._engine = engine
+        self.engine = engine  # of all nodes; None: each is asked
         self._clock = clock
         self._models: dict[str, Node] = {}
         self._models_version = -1
@@ -95,7 +95,7 @@ class NodeTable:
             return known
         url, port = _split(text)
         breaker = Breaker(self._failure_threshold, self._breaker_timeout_s)
-        node = Node(leg, url, port, breaker, self._clock, self._changed, self._restarted, engine=self._engine)
+        node = Node(leg, url, port, breaker, self._clock, self._changed, self._restarted, engine=self.engine)
         self._replace(leg, (*self._of_leg(leg), node))
         self._tell(self.added, node)
         return node
