@@ -25,6 +25,7 @@ import msgspec
 
 from router.breaker import Breaker
 from router.connection import Address
+from router.load import DecodeLoad, PrefillLoad
 
 Leg = Literal["prefill", "decode"]
 Clock = Callable[[], float]
@@ -75,6 +76,14 @@ class NodeInfo(msgspec.Struct, frozen=True):
     def pages_total(self) -> int | None:
         return None if self.pages is None else self.pages.total
 
+    @property
+    def tokens_free(self) -> int | None:
+        return None if self.pages_free is None or self.page_size is None else self.pages_free * self.page_size
+
+    @property
+    def tokens_total(self) -> int | None:
+        return None if self.pages_total is None or self.page_size is None else self.pages_total * self.page_size
+
 
 PAIRING_FACTS = (*AGREED_FACTS, "served_model_name", "incarnation", "kv_events_port")
 
@@ -111,6 +120,8 @@ class Node:
     num_silent_probes: int = 0  # in a row
     num_in_flight: int = 0  # requests
     prompt_bytes_in_flight: int = 0
+    prefill_load: PrefillLoad = field(default_factory=PrefillLoad)
+    decode_load: DecodeLoad = field(default_factory=DecodeLoad)
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     verdict: asyncio.Event | None = None  # while it is a suspect: set when the probe that follows the blame has ended
 
@@ -176,6 +187,7 @@ class Node:
         # without an incarnation to compare, a process that accepted nothing is taken to have been another one
         restarted = self.probed and (incarnation not in (None, info.incarnation) or (info.incarnation is None and self.gone))
         self.info, self.engine, self.info_s = info, engine or self.engine, asked_s
+        self.decode_load.probed(info.running, info.waiting, info.max_running_requests, info.tokens_free, info.tokens_total)
         if self.away or restarted:
             self.breaker.came_back(self.clock())
         self.probed, self.away, self.gone = True, False, False
@@ -204,10 +216,14 @@ class Node:
         self.sent()
         self.num_in_flight += 1
         self.prompt_bytes_in_flight += prompt_bytes
+        self.prefill_load.begin(prompt_bytes, self.clock())
+        self.decode_load.begin(0)
 
     def end(self, prompt_bytes: int) -> None:
         self.num_in_flight -= 1
         self.prompt_bytes_in_flight -= prompt_bytes
+        self.prefill_load.end(prompt_bytes, self.clock(), computed=False)
+        self.decode_load.end(0, -1)
 
     def _facts(self) -> tuple[object, ...]:
         """What decides who is used and which pairs there are."""
