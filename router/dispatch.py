@@ -20,12 +20,14 @@ from dataclasses import dataclass
 
 from common.errors import RequestError
 from router.connection import Reply
+from router.engines.base import Outgoing
+from router.engines.dual import PDSERVE
 from router.events import end_of_events, error_in, is_event_stream
 from router.legs import CUT_SHORT, LegFailed, NodeClient, broken, failed_in_band
 from router.metrics import RouterMetrics
 from router.nodes import Node
 from router.pairing import Pair, Pairing
-from router.splice import Head, mint_rooms, splice
+from router.splice import Head, mint_rooms
 
 Beginning = tuple[Reply, bytes]  # of a decode node's reply: its head was read, and the body's first bytes
 PREFILL_GRACE_S = 1.0  # after the decode node's last byte; its prompt was computed elsewhere if prefill still goes on
@@ -116,7 +118,8 @@ class Dispatcher:
         return self._pairing.pick(prompt.model, tried, busy)
 
     async def _race(self, prompt: Prompt, pair: Pair) -> Answer:
-        body = splice(prompt.body, prompt.head, pair.prefill.bootstrap_host, pair.prefill.bootstrap_port, mint_rooms(prompt.num_prompts))
+        rooms = mint_rooms(prompt.num_prompts)
+        body = PDSERVE.prefill_leg(Outgoing(prompt.body, prompt.head, pair.prefill, pair.decode, rooms, prompt.request_id)).body
         prefill = asyncio.create_task(self._prefill(pair.prefill, prompt, body))
         decode = asyncio.create_task(self._decode(pair.decode, prompt, body))
         for leg, node in ((prefill, pair.prefill), (decode, pair.decode)):

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 
 class LegRequest(NamedTuple):
-    """What one node is sent. headers: further lines of the head, each "name: value\\r\\n"."""
+    """What one node is sent. headers: further lines of the head, each "name: value\\r\\n". local_reason: why the decode node has to
+    compute the prompt after all; None when it has not."""
 
     body: bytes
     headers: bytes = b""
+    local_reason: str | None = None
 
 
 @dataclass(slots=True)
@@ -41,6 +43,10 @@ class Engine(Protocol):
     @property
     def sequential(self) -> bool:
         """False: both legs go out at once. True: the prefill leg first, the decode leg with what it answered."""
+
+    @property
+    def decode_computes(self) -> bool:
+        """A decode node of this engine answers a request that names no prefill node."""
 
     def local_reason(self, head: Head) -> str | None:
         """Why this engine cannot split this request, so that the decode node must compute the prompt; None when it can."""
