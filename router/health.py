@@ -98,6 +98,7 @@ class Prober:
         else:
             if node.probe_succeeded(info, num_blames, engine, asked_s):
                 log.info("%s node %s is usable", node.leg, node.url)
+            self._nodes.tell(self._nodes.probed, node)
         node.num_silent_probes = 0
 
     def _failed(self, node: Node, reason: str, *, gone: bool = False) -> None:

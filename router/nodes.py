@@ -41,8 +41,8 @@ class NodeTable:
     `prefill`, `decode`: replaced, never changed, when a node comes or goes; in the order they came in.
     `version`: another number whenever something has changed that decides who is used and which pairs there are: a node came, went,
     became usable or stopped being so, drains or does not, its breaker changed state, it says something else of itself. Not for load.
-    `added`, `removed`, `restarted`: called with the node, after the table has changed. A removed or restarted node has forgotten
-    every prefix. They must not raise.
+    `added`, `removed`, `restarted`, `probed`: called with the node, after the table has changed. A removed or restarted node has
+    forgotten every prefix; a probed one has new figures of load in `info`. They must not raise.
     """
 
     def __init__(self, *, failure_threshold: int = 5, breaker_timeout_s: float = 2.0, engine: str | None = None,
@@ -53,6 +53,7 @@ class NodeTable:
         self.added: list[Callable[[Node], None]] = []
         self.removed: list[Callable[[Node], None]] = []
         self.restarted: list[Callable[[Node], None]] = []
+        self.probed: list[Callable[[Node], None]] = []
         self._failure_threshold = failure_threshold
         self._breaker_timeout_s = breaker_timeout_s
         self.engine = engine  # of all nodes; None: each is asked
@@ -83,21 +84,23 @@ class NodeTable:
             self._models_version = self.version
         return self._models
 
-    def find(self, leg: Leg, text: str) -> Node | None:
+    def of_url(self, text: str) -> tuple[Node, ...]:
+        """text: URL or URL,BOOTSTRAP_PORT. Two when one URL was given for both roles."""
         url = _split(text)[0]
-        return next((node for node in self._of_leg(leg) if node.url == url), None)
+        return tuple(node for node in self.all if node.url == url)
 
     def add(self, leg: Leg, text: str) -> Node:
-        """text: URL or URL,BOOTSTRAP_PORT. A node that is there already stays as it is, but if it was leaving or drained it is not
-        any longer."""
-        if (known := self.find(leg, text)) is not None:
-            self.undrain(known)
-            return known
+        """text: URL or URL,BOOTSTRAP_PORT. A node that is there already stays, and is not drained or leaving any longer."""
         url, port = _split(text)
+        for known in self._of_leg(leg):
+            if known.url == url:
+                known.configured_bootstrap_port = port or known.configured_bootstrap_port
+                self.undrain(known)
+                return known
         breaker = Breaker(self._failure_threshold, self._breaker_timeout_s)
         node = Node(leg, url, port, breaker, self._clock, self._changed, self._restarted, engine=self.engine)
         self._replace(leg, (*self._of_leg(leg), node))
-        self._tell(self.added, node)
+        self.tell(self.added, node)
         return node
 
     def drain(self, node: Node) -> None:
@@ -129,7 +132,12 @@ class NodeTable:
         node.reason = REMOVED
         self._replace(node.leg, tuple(other for other in nodes if other is not node))
         node.probe_ended(node.num_blames)  # nobody will wait for a verdict on it
-        self._tell(self.removed, node)
+        self.tell(self.removed, node)
+
+    @staticmethod
+    def tell(listeners: list[Callable[[Node], None]], node: Node) -> None:
+        for listener in tuple(listeners):
+            listener(node)
 
     def _of_leg(self, leg: Leg) -> tuple[Node, ...]:
         return self.prefill if leg == "prefill" else self.decode
@@ -145,12 +153,7 @@ class NodeTable:
         self.version += 1
 
     def _restarted(self, node: Node) -> None:
-        self._tell(self.restarted, node)
-
-    @staticmethod
-    def _tell(listeners: list[Callable[[Node], None]], node: Node) -> None:
-        for listener in tuple(listeners):
-            listener(node)
+        self.tell(self.restarted, node)
 
 
 def _split(text: str) -> tuple[str, int | None]:
