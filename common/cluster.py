@@ -94,7 +94,8 @@ class Cluster:
             _keep_ports(member, ports)
         urls = [f"http://127.0.0.1:{ports['port']}" for ports in facts]
         prefill = tuple(f"{url},{ports['bootstrap_port']}" for url, ports in list(zip(urls, facts, strict=True))[: self.up.num_prefill])
-        config = replace(self.router, prefill=prefill, decode=tuple(urls[self.up.num_prefill :]))
+        tokenizer_path = self.router.tokenizer_path or (self.node.model if self.router.kv_events else None)
+        config = replace(self.router, prefill=prefill, decode=tuple(urls[self.up.num_prefill :]), tokenizer_path=tokenizer_path)
         router = Member("router", ["router", *argv_of(config)])
         self.members.append(router)
         ports = await self._start(router)
@@ -106,7 +107,7 @@ class Cluster:
         self._say_ready(port, time.monotonic() - started_s)
 
     def _node_member(self, role: Role, number: int) -> Member:
-        config = replace(self.node, role=role, host="127.0.0.1", port=0, bootstrap_port=0)
+        config = replace(self.node, role=role, host="127.0.0.1", port=0, bootstrap_port=0, kv_events_port=0 if self.router.kv_events else None)
         skip = {"bootstrap_port"} if role == "decode" else set()
         return Member(f"{role} {number}", [role, *argv_of(config, skip=skip, always=("port",))])
 

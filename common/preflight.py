@@ -24,6 +24,10 @@ def check_node(config: NodeConfig) -> None:
     ports = {"--port": config.port, "--transfer-port": config.transfer_port}
     if config.role == "prefill":
         ports["--bootstrap-port"] = config.bootstrap_port
+    if config.kv_events_port is not None:
+        ports["--kv-events-port"] = config.kv_events_port
+        if config.disable_radix_cache:
+            raise StartupError("--kv-events-port tells what the radix cache holds, and --disable-radix-cache leaves it empty; leave one of them out")
     taken: dict[int, str] = {}
     for flag, port in ports.items():
         if port in taken:

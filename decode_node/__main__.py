@@ -27,12 +27,13 @@ def main(payload: bytes, reporter: Reporter) -> None:
     endpoint = DecodeEndpoint(settings, backend, key)
     try:
         intake = Intake(engine.inbox, endpoint.wake_fd)
-        scheduler = DecodeScheduler(engine.work, intake, engine.outbox, endpoint, engine.limits)
+        scheduler = DecodeScheduler(engine.work, intake, engine.outbox, endpoint, engine.limits, engine.events)
         reporter.ready(
             incarnation=endpoint.incarnation,
             max_total_tokens=engine.max_total_tokens,
             context_length=engine.runner.context_length,
             bootstrap_port=None,
+            kv_events_port=engine.kv_events_port,
             protocol_version=VERSION,
             quantization=engine.quantization,
             **facts,

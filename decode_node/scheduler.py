@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import Failure
+from common.kvcache.events import KVEvents
 from common.messages import Abort, Drain, Generate
 from common.scheduling.finish import accept_token
 from common.scheduling.intake import Intake
@@ -30,13 +31,16 @@ CANCELLED = Failure(499, "the decode request was cancelled", code="cancelled", s
 
 
 class DecodeScheduler:
-    def __init__(self, work: Work, intake: Intake, outbox: Outbox, endpoint: DecodeEndpoint, limits: Limits) -> None:
+    def __init__(
+        self, work: Work, intake: Intake, outbox: Outbox, endpoint: DecodeEndpoint, limits: Limits, events: KVEvents | None = None
+    ) -> None:
         self._work = work
         self._pages = work.pages
         self._intake = intake
         self._outbox = outbox
         self._endpoint = endpoint
         self._limits = limits
+        self._events = events
         self._table = RequestTable()
         self._rooms: dict[int, Request] = {}  # offered, not delivered
         self._quarantine: dict[int, NDArray[np.int32]] = {}  # room -> pages its writer may still write
@@ -61,7 +65,7 @@ class DecodeScheduler:
             worked = True
         self._table.forget(self._outbox.flush())
         self._outbox.heartbeat(self.stats, self._endpoint.peers)
-        return worked
+        return (self._events is not None and self._events.publish()) or worked
 
     # ---- receive ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from common.engine.batch import NON_FINITE
 from common.engine.launched import Ready
 from common.errors import Failure
+from common.kvcache.events import KVEvents
 from common.messages import Abort, Drain, Generate
 from common.scheduling.extending import Chunk, ExtendPlan
 from common.scheduling.finish import accept_token
@@ -32,13 +33,16 @@ CANCELLED = Failure(499, "the prefill request was cancelled", code="cancelled", 
 
 
 class PrefillScheduler:
-    def __init__(self, work: Work, intake: Intake, outbox: Outbox, endpoint: PrefillEndpoint, limits: Limits) -> None:
+    def __init__(
+        self, work: Work, intake: Intake, outbox: Outbox, endpoint: PrefillEndpoint, limits: Limits, events: KVEvents | None = None
+    ) -> None:
         self._work = work
         self._pages = work.pages
         self._intake = intake
         self._outbox = outbox
         self._endpoint = endpoint
         self._limits = limits
+        self._events = events
         self._table = RequestTable()
         self._rooms: dict[int, Request] = {}  # until the endpoint is done with the room, answered or not
 
@@ -63,7 +67,7 @@ class PrefillScheduler:
             worked = True
         self._table.forget(self._outbox.flush())
         self._outbox.heartbeat(self.stats, self._endpoint.peers)
-        return worked
+        return (self._events is not None and self._events.publish()) or worked
 
     # ---- receive ----------------------------------------------------------------------------------------------------
 

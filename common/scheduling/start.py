@@ -15,6 +15,7 @@ from common.engine.loader import resolve_dtype
 from common.engine.runner import ModelRunner
 from common.errors import StartupError
 from common.kvcache.cache import KVCache
+from common.kvcache.events import KVEvents
 from common.kvcache.host_pages import HostPages
 from common.launch import Reporter
 from common.messages import NodeStatus, TokenOuts, ToScheduler
@@ -41,6 +42,7 @@ class Engine:
     outbox: Outbox
     inbox: Receiver[ToScheduler]
     limits: Limits
+    events: KVEvents | None
     fingerprint: str
     quantization: str
 
@@ -51,6 +53,10 @@ class Engine:
     @property
     def kv_cache_dtype(self) -> str:
         return str(self.runner.kv_dtype).removeprefix("torch.")
+
+    @property
+    def kv_events_port(self) -> int | None:
+        return None if self.events is None else self.events.port
 
     @property
     def max_total_tokens(self) -> int:
@@ -97,12 +103,16 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
     outbox = Outbox(to_detokenizer.send, to_tokenizer.send)
     cache = KVCache(runner.kv.num_pages, config.page_size, not config.disable_radix_cache, on_alloc=runner.kv.use)
     pages = RequestPages(cache, _host_backup(config, runner))
+    events = None
+    if config.kv_events_port is not None:
+        events = KVEvents(context, cache.tree, num_pages=runner.kv.num_pages, page_size=config.page_size, host=config.host, port=config.kv_events_port)
     return Engine(
         runner=runner,
         work=Work(runner, pages, outbox, limits),
         outbox=outbox,
         inbox=inbox,
         limits=limits,
+        events=events,
         fingerprint=fingerprint(Path(config.model)),
         quantization=runner.quantization,
     )

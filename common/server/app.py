@@ -136,6 +136,7 @@ def _add_information(app: FastAPI, config: NodeConfig, facts: NodeFacts, health:
             "bootstrap_host": config.advertise_host,
             "bootstrap_port": health.facts.get("bootstrap_port") if config.role == "prefill" else None,
             "disaggregation_bootstrap_port": health.facts.get("bootstrap_port") if config.role == "prefill" else None,
+            "kv_events_port": health.facts.get("kv_events_port"),
             "pages": {**pages, "total": sum(pages.values())},
             "running": int(stats.get("running_requests", 0)),
             "waiting": int(stats.get("waiting_requests", 0)),
