@@ -164,6 +164,10 @@ class DecodeLoad:
         self._given_tokens = 0
         self._weigh()
 
+    def has_room(self, num_tokens: int) -> bool:
+        """For one more request with that much KV: neither row nor pages need be waited for."""
+        return self.num_requests + self.num_others < self._rows and num_tokens <= self.room_tokens
+
     def begin(self, num_tokens: int) -> int:
         """num_tokens: KV that the request will need. Returns what end() wants to know."""
         self.num_requests += 1

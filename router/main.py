@@ -28,7 +28,6 @@ from router.health import Prober
 from router.legs import NodeClient
 from router.nodes import NodeTable
 from router.pairing import Pairing
-from router.policy import POLICIES
 
 MAX_DRAIN_S = 8.0  # with what follows, gone within 10 s of the signal whatever --shutdown-timeout says
 LAST_WORDS_S = 0.6  # for the in-band errors to reach their sockets
@@ -70,7 +69,7 @@ class Router:
     async def run(self) -> int:
         self._watch_signals()
         nodes = self.nodes
-        pairing = Pairing(nodes, POLICIES[self.config.policy])
+        pairing = Pairing(nodes, self.config)
         client = NodeClient(self.config.connect_timeout_s)
         proxy = CompletionProxy(self.config, pairing, client, CollectorRegistry())
         server = HttpServer(build_app(self.config, pairing, proxy))

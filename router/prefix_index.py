@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Protocol
 
 from router.ask import Ask, block_end
-from router.nodes import Node
+from router.node import Node
 
 EVICT_FRACTION = 64  # of the index at once: finding the first entries passes over what was deleted before them, each time anew
 MAX_EVICTED = 4096  # at once: about 1 ms
