@@ -1,9 +1,8 @@
-"""Which nodes serve: probes, blame, restarts, compatible pairs, models, policies."""
+"""Which nodes serve: probes, blame, restarts, compatible pairs, models."""
 
 import asyncio
 import socket
 import time
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,11 +10,8 @@ from mock_node import INFO, MockNode, Received, Rooms, hang, mock_nodes, refuse
 from router_harness import CHAT, rig, routed, until
 
 from common.config import RouterConfig
-from common.errors import RequestError
 from router.legs import NodeClient
 from router.nodes import AGREED_FACTS, NodeInfo, NodeTable, disagreement
-from router.pairing import Pairing
-from router.policy import POLICIES
 
 
 async def test_ready_needs_one_usable_node_of_each_role() -> None:
@@ -218,54 +214,6 @@ def table(num_prefill: int, num_decode: int) -> NodeTable:
     for node in made.all:
         node.probe_succeeded(NodeInfo(), 0)
     return made
-
-
-@pytest.mark.parametrize("policy", ["round_robin", "least_load"])
-def test_idle_nodes_take_turns_and_all_pairs_form(policy: str) -> None:
-    pairing = Pairing(table(2, 2), POLICIES[policy])
-    pairs = [pairing.pick(None) for _ in range(8)]
-    counts = Counter((pair.prefill.url, pair.decode.url) for pair in pairs)
-    assert set(counts.values()) == {2}
-    assert len(counts) == 4
-
-
-def test_random_reaches_every_node() -> None:
-    pairing = Pairing(table(2, 3), POLICIES["random"])
-    pairs = [pairing.pick(None) for _ in range(200)]
-    assert len({(pair.prefill, pair.decode) for pair in pairs}) == 6
-
-
-def test_least_load_counts_bytes_on_prefill_and_requests_on_decode() -> None:
-    nodes = table(2, 2)
-    pairing = Pairing(nodes, POLICIES["least_load"])
-    nodes.prefill[0].begin(10_000)
-    for _ in range(3):
-        nodes.prefill[1].begin(10)
-    nodes.decode[1].begin(10)
-    for _ in range(2):
-        nodes.decode[0].begin(1)
-    for _ in range(4):
-        pair = pairing.pick(None)
-        assert pair.prefill is nodes.prefill[1]
-        assert pair.decode is nodes.decode[1]
-
-
-def test_tried_nodes_come_last() -> None:
-    nodes = table(2, 2)
-    pairing = Pairing(nodes, POLICIES["least_load"])
-    tried = {nodes.prefill[0], nodes.decode[1]}
-    nodes.prefill[1].begin(10**6)
-    for _ in range(3):
-        pair = pairing.pick(None, tried)
-        assert (pair.prefill, pair.decode) == (nodes.prefill[1], nodes.decode[0])
-    nodes.prefill[1].blame("gone")
-    assert pairing.pick(None, tried).prefill is nodes.prefill[0]
-
-
-@pytest.mark.parametrize(("num_prefill", "num_decode", "role"), [(0, 1, "prefill"), (1, 0, "decode")])
-def test_role_that_is_not_configured(num_prefill: int, num_decode: int, role: str) -> None:
-    with pytest.raises(RequestError, match=f"no {role} node is configured; start the router with --{role} URL"):
-        Pairing(table(num_prefill, num_decode), POLICIES["random"]).pick(None)
 
 
 def test_bootstrap_address() -> None:
