@@ -19,6 +19,7 @@ from router.splice import Head
 
 BYTES_PER_TOKEN = 4  # of English JSON with the tokenizers of today's models; only the scale of estimates: costs compare, they do not bill
 EXPECTED_OUTPUT_TOKENS = 350  # of a request that sets no limit; the median answer of Mooncake's conversation trace (FAST '25)
+MAX_DIGITS = 12  # of a limit; beyond any context
 SALT_FIELDS = ("tools", "system", "instructions", "lora_path", "cache_salt", "extra_key")
 
 BLOCK_STEPS = ((256, 4 << 10), (1 << 10, 16 << 10), (4 << 10, 64 << 10))  # block bytes, up to which position
@@ -99,9 +100,9 @@ def _num_tokens(prompt: bytes) -> int:
 
 
 def _max_output_tokens(head: Head) -> int:
-    for limit in (head.max_completion_tokens, head.max_tokens, head.max_output_tokens):
-        if limit is not None and limit > 0:
-            return int(limit)
+    for raw in (head.max_completion_tokens, head.max_tokens, head.max_output_tokens):
+        if raw is not msgspec.UNSET and (text := bytes(raw)).isdigit() and len(text) < MAX_DIGITS and text != b"0":
+            return int(text)
     return EXPECTED_OUTPUT_TOKENS
 
 

@@ -40,9 +40,11 @@ class Head(msgspec.Struct):
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_output_tokens: int | None = None  # of /v1/responses
+    priority: int | None = None
+    # limits of the answer: whether they are right is for the node to say, which may take 10.0 for 10
+    max_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_completion_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_output_tokens: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET  # of /v1/responses
     # what else the pages of a prompt depend on
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     chat_template_kwargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
