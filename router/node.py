@@ -61,6 +61,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     disaggregation_bootstrap_port: int | None = None  # SGLang's name
     disaggregation_mode: str | None = None  # the role it was started in
     kv_events_port: int | None = None
+    kv_engine_id: str | None = None  # a vLLM prefill node's, as its Mooncake bootstrap server tells it
     max_running_requests: int | None = None
     # load, of all routers' requests together
     pages: PageCounts | None = None

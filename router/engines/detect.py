@@ -23,7 +23,7 @@ INFO_PATHS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("/v1/models",),
 }
 # What SGLang states of dtypes and pages are flags as they were given ("auto"), which say nothing of whether two nodes agree.
-SGLANG_FACTS = ("served_model_name", "version", "context_length", "bootstrap_host", "disaggregation_bootstrap_port", "max_running_requests")
+SGLANG_FACTS = ("served_model_name", "version", "context_length", "disaggregation_mode", "disaggregation_bootstrap_port", "max_running_requests")
 
 
 def detect(answers: Answers) -> str | None:
