@@ -68,7 +68,7 @@ async def pair(prefill: MockNode, decode: MockNode, engine: Engine) -> AsyncIter
     for node in (prefill, decode):
         await node.start()
     try:
-        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False) as client:
             yield Pair(prefill, decode, engine, client)
     finally:
         for node in (prefill, decode):
@@ -280,7 +280,7 @@ def outgoing(body: bytes, *, alone: bool = False) -> Outgoing:
 
 
 async def answers_of(node: MockNode) -> dict[str, tuple[int, bytes]]:
-    async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=5, trust_env=False, verify=False) as client:
         replies = {path: await client.get(node.url + path) for path in DETECT_PATHS}
     return {path: (reply.status_code, reply.content) for path, reply in replies.items()}
 
