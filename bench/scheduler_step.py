@@ -37,7 +37,7 @@ from scheduler_plot import Line, Panel, draw
 from common.config import NodeAddresses
 from common.errors import Failure
 from common.kvcache.cache import KVCache
-from common.messages import NodeStatus, TokenOuts, ToScheduler
+from common.messages import NodeStatus, SpanOuts, TokenOuts, ToScheduler
 from common.scheduling.host_backup import HostBackup
 from common.scheduling.intake import Intake
 from common.scheduling.outbox import Outbox
@@ -142,7 +142,7 @@ def node(device: SyntheticDevice, load: Load, *, max_running: int, overlap: bool
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         inbox: Receiver[ToScheduler] = Receiver(context, addresses.scheduler, ToScheduler)
         to_detokenizer: Sender[TokenOuts] = Sender(context, addresses.detokenizer)
-        to_tokenizer: Sender[NodeStatus] = Sender(context, addresses.tokenizer)
+        to_tokenizer: Sender[NodeStatus | SpanOuts] = Sender(context, addresses.tokenizer)
         outbox, intake = Outbox(to_detokenizer.send, to_tokenizer.send), Intake(inbox, None)
         command = [sys.executable, str(Path(__file__).with_name("scheduler_load.py")), directory, msgspec.json.encode(load).decode()]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as texts:

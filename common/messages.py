@@ -1,7 +1,7 @@
 """Messages between the processes of one node: one typed union per receiver, msgspec msgpack, never pickle.
 
     TokenizerManager --ToScheduler--> Scheduler --ToDetokenizer--> Detokenizer --ToTokenizer--> TokenizerManager
-                                         └────────────ToTokenizer (NodeStatus)────────────────────────┘
+                                         └────────────ToTokenizer (NodeStatus, SpanOuts)──────────────┘
 
 Exactly one terminal output exists per Generate (R5): a TokenOut whose `finish_reason` or `failure` is set. After the
 TokenizerManager aborts a request itself (client left, stop string found) it ignores what still arrives for that rid.
@@ -29,6 +29,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     text: TextSpec
     deadline_s: float
     bootstrap: Bootstrap | None = None
+    traceparent: str = ""  # of the span that its phases belong to; empty: nobody traces it
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -123,4 +124,21 @@ class NodeStatus(msgspec.Struct, frozen=True, tag=True):
     peers: list[dict[str, str]] = []  # transfer peers: {"endpoint", "state", "reason"}
 
 
-ToTokenizer = TextOuts | NodeStatus
+class SpanOut(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A phase of a traced request, which has ended. Times: unix seconds."""
+
+    traceparent: str
+    name: str
+    start_s: float
+    end_s: float
+    attributes: dict[str, int | str | list[str]] = {}
+    error: str = ""  # why it failed
+
+
+class SpanOuts(msgspec.Struct, frozen=True, tag=True):
+    """All phases that ended in one scheduler step."""
+
+    spans: list[SpanOut]
+
+
+ToTokenizer = TextOuts | NodeStatus | SpanOuts

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from common.errors import Failure
 from common.kvcache.events import KVEvents
-from common.messages import Abort, Drain, Generate
+from common.messages import Abort, AbortCause, Drain, Generate
 from common.scheduling.finish import accept_token
 from common.scheduling.intake import Intake
 from common.scheduling.outbox import Outbox
 from common.scheduling.pages import page_array
 from common.scheduling.request import Place, Request, prompt_digest
+from common.scheduling.spans import WAITING_FOR_KV
 from common.scheduling.table import RequestTable
 from common.scheduling.work import DecodePlan, Limits, Plan, Work
 from kvtransfer.endpoint import DecodeEndpoint, Delivered, Event, FirstToken, PagesReturned, RoomFailed
@@ -76,7 +77,7 @@ class DecodeScheduler:
                     self._open(message)
                 case Abort(rid, cause):
                     if request := self._table.take(rid):
-                        self._abort(request, share=cause == "stop_string")
+                        self._abort(request, cause)
                 case Drain(deadline_s):
                     self._table.drain(deadline_s)
         for event in self._endpoint.poll():
@@ -118,6 +119,7 @@ class DecodeScheduler:
         else:
             request.place = Place.ROOM
             self._rooms[to.room] = request
+            self._outbox.spans.admitted(request, WAITING_FOR_KV)
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -140,6 +142,7 @@ class DecodeScheduler:
 
     def _start(self, request: Request) -> None:
         """Every prompt page is here. Token 1 may have ended the request, and so may its client."""
+        self._outbox.spans.end(request, WAITING_FOR_KV)
         request.num_computed_tokens = len(request.prompt_ids)
         self._pages.share(request)
         if request.over:
@@ -162,6 +165,7 @@ class DecodeScheduler:
 
     def _lose_room(self, request: Request, failure: Failure) -> None:
         self._quarantine_pages(request)
+        self._outbox.spans.end(request, WAITING_FOR_KV, error=failure.message)
         if request.over:
             return
         if request.output_ids:
@@ -172,10 +176,11 @@ class DecodeScheduler:
         else:
             self._outbox.failure(request, failure)
 
-    def _abort(self, request: Request, *, share: bool) -> None:
+    def _abort(self, request: Request, cause: AbortCause) -> None:
         """The text process has ended it: no output follows."""
+        self._outbox.spans.aborted(request, cause)
         if not self._leave(request, CANCELLED):
-            self._work.drop(request, share=share)
+            self._work.drop(request, share=cause == "stop_string")
         request.place = Place.OVER
 
     def _fail(self, request: Request, failure: Failure) -> None:

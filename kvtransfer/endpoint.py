@@ -113,6 +113,10 @@ class Endpoint(ABC):
         return self._session.incarnation
 
     @property
+    def page_nbytes(self) -> int:
+        return self._settings.compat.page_nbytes
+
+    @property
     def wake_fd(self) -> int:
         """Readable while poll() has something to return."""
         return self._event_wake.fd

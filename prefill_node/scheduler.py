@@ -16,15 +16,17 @@ from common.engine.batch import NON_FINITE
 from common.engine.launched import Ready
 from common.errors import Failure
 from common.kvcache.events import KVEvents
-from common.messages import Abort, Drain, Generate
+from common.messages import Abort, AbortCause, Drain, Generate
 from common.scheduling.extending import Chunk, ExtendPlan
 from common.scheduling.finish import accept_token
 from common.scheduling.intake import Intake
 from common.scheduling.outbox import Outbox
 from common.scheduling.pages import page_array
 from common.scheduling.request import Place, Request, non_finite_logits, prompt_digest
+from common.scheduling.spans import TRANSFER
 from common.scheduling.table import RequestTable
 from common.scheduling.work import DecodePlan, Limits, Plan, Work
+from common.tracing import TRANSFER_BYTES, TRANSFER_PAGES
 from kvtransfer.endpoint import Delivered, Event, OfferJoined, PagesReturned, PrefillEndpoint, RoomFailed
 
 logger = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class PrefillScheduler:
                     self._open(message)
                 case Abort(rid, cause):
                     if request := self._table.take(rid):
-                        self._abort(request, share=cause == "stop_string")
+                        self._abort(request, cause)
                 case Drain(deadline_s):
                     self._table.drain(deadline_s)
         for event in self._endpoint.poll():
@@ -111,12 +113,15 @@ class PrefillScheduler:
             logger.error("transfer event for a room this scheduler does not have: %s", event)
             return
         match event:
-            case OfferJoined():
+            case OfferJoined(_, decode_prefix_pages):
                 if not request.over:
                     self._work.extending.add(request)
+                if request.trace is not None:
+                    request.trace.num_transfer_pages = self._pages.num_pages_for(len(request.prompt_ids)) - decode_prefix_pages
             case RoomFailed(_, failure):
                 self._answer_failure(request, failure)
             case Delivered(room):
+                self._end_transfer_span(request)
                 self._outbox.tokens(request)
                 self._leave_room(room, request)
             case PagesReturned(room):
@@ -138,6 +143,7 @@ class PrefillScheduler:
 
     def _ship(self, request: Request, first_page: int, stop_page: int, ready: Ready | None = None) -> None:
         if request.bootstrap is not None and stop_page > first_page:
+            self._outbox.spans.begin(request, TRANSFER)
             self._endpoint.send_pages(request.bootstrap.room, first_page, page_array(request.pages[first_page:stop_page]), ready)
 
     # ---- retire -----------------------------------------------------------------------------------------------------
@@ -159,6 +165,7 @@ class PrefillScheduler:
             self._fail(request, non_finite_logits(request.rid))
         else:
             room = request.bootstrap.room
+            self._outbox.spans.computed(request)
             self._pages.share(request)
             accept_token(request, token_id, self._limits.eos_token_ids, self._limits.context_length)
             self._endpoint.send_first_token(room, token_id, request.num_cached_tokens or 0)
@@ -167,10 +174,11 @@ class PrefillScheduler:
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
-    def _abort(self, request: Request, *, share: bool) -> None:
+    def _abort(self, request: Request, cause: AbortCause) -> None:
         """The text process has ended it: no output follows."""
+        self._outbox.spans.aborted(request, cause)
         if request.bootstrap is None:
-            self._work.drop(request, share=share)
+            self._work.drop(request, share=cause == "stop_string")
         else:
             self._work.forget(request)
             self._endpoint.abort(request.bootstrap.room, CANCELLED)
@@ -193,6 +201,11 @@ class PrefillScheduler:
     def _leave_room(self, room: int, request: Request) -> None:
         del self._rooms[room]
         self._pages.release(request)
+
+    def _end_transfer_span(self, request: Request) -> None:
+        if request.trace is not None:
+            num_pages = request.trace.num_transfer_pages
+            self._outbox.spans.end(request, TRANSFER, {TRANSFER_PAGES: num_pages, TRANSFER_BYTES: num_pages * self._endpoint.page_nbytes})
 
     # ---- figures ----------------------------------------------------------------------------------------------------
 

@@ -132,7 +132,8 @@ class _PlacedCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         scores = SummaryMetricFamily("pdserve_router_policy_score", "Score of the node that the policy chose; its unit is the policy's",
                                      labels=("policy", "leg"))
-        prompts = CounterMetricFamily("pdserve_router_prompt_tokens", "Tokens of prompts by the leg that computes them, exact or estimated", labels=("leg",))
+        prompts = CounterMetricFamily("pdserve_router_prompt_tokens", "Tokens of prompts by the leg that computes them, exact or estimated",
+                                      labels=("leg",))
         hits = CounterMetricFamily("pdserve_router_prefix_hit_tokens", "Those of them that its node is believed to have cached", labels=("leg",))
         for leg, tally in self._placed.items():
             scores.add_metric((tally.policy, leg), tally.num, tally.scores)

@@ -1,4 +1,4 @@
-"""What leaves the scheduler: the outputs of a step, one message a step; and its heartbeat with figures.
+"""What leaves the scheduler: the outputs of a step, one message a step; its heartbeat with figures; phases of traced requests.
 
 This is the one place that sends terminal outputs, so that a request is answered exactly once (R5).
 """
@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable
 
 from common.errors import Failure
-from common.messages import NextTokens, NodeStatus, TokenOut, TokenOuts
+from common.messages import NextTokens, NodeStatus, SpanOuts, TokenOut, TokenOuts
 from common.scheduling.request import Place, Request
+from common.scheduling.spans import DECODE, Spans
 
 HEARTBEAT_S = 1.0  # liveness allows 30 of these
 
 
 class Outbox:
-    def __init__(self, send_outputs: Callable[[TokenOuts], None], send_status: Callable[[NodeStatus], None]) -> None:
+    def __init__(self, send_outputs: Callable[[TokenOuts], None], send_status: Callable[[NodeStatus | SpanOuts], None]) -> None:
+        self.spans = Spans()
         self._send_outputs = send_outputs
         self._send_status = send_status
         self._outs: list[TokenOut | NextTokens] = []
@@ -44,9 +46,12 @@ class Outbox:
         )
         request.num_sent_tokens += len(new_ids)
         self.num_output_tokens += len(new_ids)
+        self.spans.computed(request)
         if request.finish_reason is not None:
             self.num_finished += 1
             self._end(request)
+        elif first:
+            self.spans.begin(request, DECODE)
 
     def next_tokens(self, requests: list[Request], token_ids: list[int]) -> None:
         """Hand on one more token of each request. None of them is its first output, or its last."""
@@ -63,13 +68,15 @@ class Outbox:
         first = request.num_sent_tokens == 0
         self._outs.append(TokenOut(rid=request.rid, failure=failure, text=request.text if first else None, num_prompt_tokens=len(request.prompt_ids)))
         self.num_failed += 1
-        self._end(request)
+        self._end(request, failure.message)
 
     def flush(self) -> list[Request]:
         """Send what gathered. Returns the requests it answered for good."""
         if self._outs:
             self._send_outputs(TokenOuts(self._outs))
             self._outs = []
+        if self.spans.ended:
+            self._send_status(SpanOuts(self.spans.take()))
         ended, self._ended = self._ended, []
         return ended
 
@@ -83,6 +90,7 @@ class Outbox:
     def heartbeat_due_in_s(self) -> float:
         return max(0.0, self._next_heartbeat_s - time.monotonic())
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, error: str = "") -> None:
+        self.spans.answered(request, error)
         request.place = Place.OVER
         self._ended.append(request)

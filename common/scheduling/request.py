@@ -41,6 +41,15 @@ class HostCopy:
     slots: list[int]
 
 
+@dataclass(slots=True)
+class Trace:
+    """Phases of a traced request (spans.py): when those that have not ended began, in unix seconds."""
+
+    traceparent: str
+    begun_s: dict[str, float]
+    num_transfer_pages: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     rid: str
@@ -65,6 +74,7 @@ class Request:
     prefill_site: PrefillSite = "local"
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
+    trace: Trace | None = None  # of a request that is traced
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +107,7 @@ def request_from(message: Generate, order: int, *, max_new_tokens: int | None = 
         bootstrap=message.bootstrap,
         order=order,
         max_new_tokens=message.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        trace=Trace(message.traceparent, {"queued": time.time()}) if message.traceparent else None,
     )
 
 

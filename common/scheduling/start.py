@@ -18,7 +18,7 @@ from common.kvcache.cache import KVCache
 from common.kvcache.events import KVEvents
 from common.kvcache.host_pages import HostPages
 from common.launch import Reporter
-from common.messages import NodeStatus, TokenOuts, ToScheduler
+from common.messages import NodeStatus, SpanOuts, TokenOuts, ToScheduler
 from common.models.config import ModelConfig, fingerprint
 from common.scheduling.host_backup import HostBackup
 from common.scheduling.outbox import Outbox
@@ -99,7 +99,7 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Receiver[ToScheduler] = Receiver(context, addresses.scheduler, ToScheduler)
     to_detokenizer: Sender[TokenOuts] = Sender(context, addresses.detokenizer)
-    to_tokenizer: Sender[NodeStatus] = Sender(context, addresses.tokenizer)
+    to_tokenizer: Sender[NodeStatus | SpanOuts] = Sender(context, addresses.tokenizer)
     outbox = Outbox(to_detokenizer.send, to_tokenizer.send)
     cache = KVCache(runner.kv.num_pages, config.page_size, not config.disable_radix_cache, on_alloc=runner.kv.use)
     pages = RequestPages(cache, _host_backup(config, runner))

@@ -29,6 +29,7 @@ from common.scheduling.pipeline import Landed, Pipeline
 from common.scheduling.request import Place, Request, non_finite_logits
 from common.scheduling.rows import Rows
 from common.scheduling.running import Running
+from common.scheduling.spans import PREFILL, RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ class Work:
         if isinstance(plan, ExtendPlan):
             self.num_extend_steps += 1
             self.num_extended_tokens += len(plan.batch.token_ids)
+            for request in plan.admitted:
+                self._outbox.spans.admitted(request, RECOMPUTE if request.output_ids else PREFILL)
             for request in self.extending.launched(plan, step):
                 self.running.join(request, being_drawn=1)
         else:

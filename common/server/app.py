@@ -30,6 +30,7 @@ from common.server.completions import INTERNAL_FAILURE, CompletionEndpoint
 from common.server.health import NodeHealth
 from common.server.openai_schema import RequestParser
 from common.server.tokenizer_manager import TokenizerManager
+from common.tracing import Tracing
 
 PAGE_COUNTS = ("free", "cached", "held", "quarantined")
 
@@ -45,7 +46,7 @@ class NodeFacts:
     cluster_key_id: str  # cluster_key.key_id()
 
 
-def build_app(config: NodeConfig, facts: NodeFacts, health: NodeHealth, manager: TokenizerManager) -> AsgiApp:
+def build_app(config: NodeConfig, facts: NodeFacts, health: NodeHealth, manager: TokenizerManager, tracing: Tracing | None = None) -> AsgiApp:
     registry = CollectorRegistry()
     StatusCollector(registry, lambda: health.status.stats)
     watch_gauge(registry, "pdserve_open_prompts", "Prompts whose answer is not complete", lambda: manager.num_open)
@@ -57,7 +58,7 @@ def build_app(config: NodeConfig, facts: NodeFacts, health: NodeHealth, manager:
     bodies = BodyBudget(config.max_body_bytes)
     for path, parse in (("/v1/chat/completions", parser.parse_chat), ("/v1/completions", parser.parse_completion)):
         endpoint = CompletionEndpoint(parse, manager, text_metrics, facts.served_model, max_body_bytes=config.max_body_bytes, bodies=bodies,
-                                      request_timeout_s=config.request_timeout_s)
+                                      request_timeout_s=config.request_timeout_s, tracing=tracing)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     _add_models(app, facts)
     _add_health(app, health)

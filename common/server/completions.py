@@ -15,12 +15,15 @@ from common.errors import Failure, RequestError, deadline_exceeded
 from common.http_exchange import JSON_HEADERS, BodyBudget, ClientLeft, Exchange, Headers, Receive, Scope, Send
 from common.messages import TextOut
 from common.metrics import TextMetrics
+from common.server.access import CLIENT_LEFT_STATUS
 from common.server.openai_schema import ApiRequest
 from common.server.openai_stream import Reply
 from common.server.tokenizer_manager import Stream, TokenizerManager
+from common.tracing import MODEL, OPERATION, REQUEST_ID, Span, Tracing
 
 PREFILL_SITE_HEADER = b"x-pdserve-prefill-site"
 STREAM_HEADERS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+OPERATION_NAMES = {"chat": "chat", "completion": "text_completion"}  # of the GenAI conventions
 SEND_GRACE_S = 2.0  # after the deadline: for a client that stopped reading; its connection is then closed
 INTERNAL_FAILURE = Failure(500, "the server failed on this request; its log has the cause", code="internal_error")
 
@@ -31,7 +34,7 @@ class CompletionEndpoint:
     """ASGI app of one completion endpoint."""
 
     def __init__(self, parse: Callable[[bytes], ApiRequest], manager: TokenizerManager, metrics: TextMetrics, served_model: str, *,
-                 max_body_bytes: int, bodies: BodyBudget, request_timeout_s: float) -> None:
+                 max_body_bytes: int, bodies: BodyBudget, request_timeout_s: float, tracing: Tracing | None = None) -> None:
         self._parse = parse
         self._manager = manager
         self._metrics = metrics
@@ -39,28 +42,40 @@ class CompletionEndpoint:
         self._max_body_bytes = max_body_bytes
         self._bodies = bodies
         self._request_timeout_s = request_timeout_s
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, scope["state"]["request_id"])
+        span = None if self._tracing is None else self._tracing.begin("request", exchange.headers)
+        failure: Failure | None = None
         try:
-            await self._serve(exchange)
+            await self._serve(exchange, span)
         except ClientLeft:
             log.info("%s %s: the client left", exchange.request_id, exchange.path)
         except RequestError as error:
-            await self._fail(exchange, error.failure)
+            failure = error.failure
+            await self._fail(exchange, failure)
         except Exception:
             log.exception("%s %s: a fault of the server", exchange.request_id, exchange.path)
-            await self._fail(exchange, INTERNAL_FAILURE)
+            failure = INTERNAL_FAILURE
+            await self._fail(exchange, failure)
+        finally:
+            if span is not None:
+                span.end(exchange.status or CLIENT_LEFT_STATUS if failure is None else failure.status, failure.message if failure else "")
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, exchange: Exchange, span: Span | None) -> None:
         meter = Meter(self._metrics)
         try:
             request = self._parse(await exchange.body(self._max_body_bytes, self._bodies))
         finally:
             exchange.release_body()
         deadline_s = exchange.deadline_s(self._request_timeout_s)
+        traceparent = ""
+        if span is not None and span.recording:
+            traceparent = span.traceparent.decode()
+            span.set(**{OPERATION: OPERATION_NAMES[request.kind], MODEL: self._served_model, REQUEST_ID: exchange.request_id})
         # the client's id may repeat; the random part keeps rids apart
-        stream = await self._manager.open(request, f"{exchange.request_id}.{secrets.token_hex(4)}", deadline_s)
+        stream = await self._manager.open(request, f"{exchange.request_id}.{secrets.token_hex(4)}", deadline_s, traceparent)
         watcher = asyncio.ensure_future(_watch_client(exchange, stream))
         try:
             async with asyncio.timeout(deadline_s - time.time() + SEND_GRACE_S):

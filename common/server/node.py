@@ -33,6 +33,7 @@ from common.server.health import NodeHealth, Phase
 from common.server.run_directory import run_directory
 from common.server.tokenizer import Tokenizer
 from common.server.tokenizer_manager import Limits, TokenizerManager
+from common.tracing import Tracing, start_tracing
 
 DETOKENIZER_MODULE = "common.server.detokenizer"
 DRAIN_MARGIN_S = 0.5  # the scheduler's own 503s arrive this much after its deadline at the latest
@@ -49,10 +50,11 @@ def run_node(config: NodeConfig, scheduler_module: str, detokenizer_module: str 
     supervised = STATUS_FD_VARIABLE in os.environ
     _, reporter = child_pipes()
     try:
+        tracing = start_tracing(config.otlp_traces_endpoint, f"pdserve-{config.role}")
         with bind(config.host, config.port) as listener, run_directory() as run_dir:
             configure_logs(config.log_level, f"{config.role}:{listener.getsockname()[1]}")
             raise_file_limit()
-            node = Node(config, scheduler_module, detokenizer_module, listener, NodeAddresses(run_dir), reporter, supervised)
+            node = Node(config, scheduler_module, detokenizer_module, listener, NodeAddresses(run_dir), reporter, supervised, tracing)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(node.run())
     except StartupError as error:
@@ -75,6 +77,7 @@ class Node:
     addresses: NodeAddresses
     reporter: Reporter
     supervised: bool
+    tracing: Tracing | None = None
     health: NodeHealth = field(default_factory=NodeHealth)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,8 +87,8 @@ class Node:
         model = ModelConfig.from_dir(Path(self.config.model))
         facts = self._facts(model)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        manager = TokenizerManager(self.health, context, self.addresses)
-        server = HttpServer(build_app(self.config, facts, self.health, manager))
+        manager = TokenizerManager(self.health, context, self.addresses, self.tracing)
+        server = HttpServer(build_app(self.config, facts, self.health, manager, self.tracing))
         serving = asyncio.ensure_future(server.serve(sockets=[self.listener]))
         children: list[Child] = []
         try:
@@ -95,6 +98,8 @@ class Node:
             await asyncio.gather(serving, *(child.stop(self._child_stop_s()) for child in children))
             manager.shut()
             context.destroy(linger=0)  # whoever would read what is left has ended
+            if self.tracing is not None:
+                self.tracing.close()
             log.info("stopped")
         for child in children:
             if (status := await child.wait_death()) > 0:  # below 0: a signal's; who was stuck is killed, and that ends well

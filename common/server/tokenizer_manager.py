@@ -19,12 +19,26 @@ import zmq
 from common.config import NodeAddresses
 from common.errors import Failure, RequestError, deadline_exceeded, invalid, overloaded
 from common.http_exchange import ClientLeft
-from common.messages import Abort, AbortCause, Drain, DropStream, Generate, NodeStatus, TextOut, TextOuts, ToDetokenizer, ToScheduler, ToTokenizer
+from common.messages import (
+    Abort,
+    AbortCause,
+    Drain,
+    DropStream,
+    Generate,
+    NodeStatus,
+    SpanOuts,
+    TextOut,
+    TextOuts,
+    ToDetokenizer,
+    ToScheduler,
+    ToTokenizer,
+)
 from common.request import Bootstrap, SamplingParams
 from common.server.health import NodeHealth
 from common.server.openai_schema import DEFAULT_COMPLETION_TOKENS, ApiRequest
 from common.server.tokenizer import Tokenizer
 from common.sockets import Receiver, Sender
+from common.tracing import Tracing
 
 INLINE_CHARACTERS = 20_000  # text tokenised on the event loop: about 5 ms; longer text goes to a thread
 PROBED_CHARACTERS_A_TOKEN = 12  # ordinary text has 3 to 5
@@ -99,9 +113,10 @@ class Stream:
 
 
 class TokenizerManager:
-    def __init__(self, health: NodeHealth, context: zmq.Context[zmq.Socket[bytes]], addresses: NodeAddresses) -> None:
+    def __init__(self, health: NodeHealth, context: zmq.Context[zmq.Socket[bytes]], addresses: NodeAddresses, tracing: Tracing | None = None) -> None:
         """Binds the socket that outputs arrive on; `load` and then `listen` before requests are opened."""
         self._health = health
+        self._tracing = tracing
         self._receiver: Receiver[ToTokenizer] = Receiver(context, addresses.tokenizer, ToTokenizer)
         self._scheduler: Sender[ToScheduler] = Sender(context, addresses.scheduler)
         self._detokenizer: Sender[ToDetokenizer] = Sender(context, addresses.detokenizer)
@@ -127,8 +142,10 @@ class TokenizerManager:
         """Prompts whose answer is not complete."""
         return len(self._open) + self._num_tokenising
 
-    async def open(self, request: ApiRequest, request_id: str, deadline_s: float) -> Stream:
-        """Validate, tokenise, register and send a request. Raises RequestError; then nothing of it is left here."""
+    async def open(self, request: ApiRequest, request_id: str, deadline_s: float, traceparent: str = "") -> Stream:
+        """Validate, tokenise, register and send a request. Raises RequestError; then nothing of it is left here.
+
+        traceparent: of the span to which the scheduler's belong, if there is one."""
         refusal = self._health.refusal()
         if refusal is not None:
             raise RequestError(refusal)
@@ -145,7 +162,7 @@ class TokenizerManager:
             raise RequestError(refusal)
         if deadline_s <= time.time():
             raise RequestError(deadline_exceeded("intake"))
-        generates = [self._generate(request, f"{request_id}.{i}", i, ids, limits, deadline_s) for i, ids in enumerate(prompts)]
+        generates = [self._generate(request, f"{request_id}.{i}", i, ids, limits, deadline_s, traceparent) for i, ids in enumerate(prompts)]
         return self._register(generates, deadline_s)
 
     def close(self, stream: Stream) -> None:
@@ -210,10 +227,10 @@ class TokenizerManager:
             return [encode(text, add_special_tokens=False)]
         return [encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt for prompt in request.prompts]
 
-    def _generate(self, request: ApiRequest, rid: str, index: int, ids: list[int], limits: Limits, deadline_s: float) -> Generate:
+    def _generate(self, request: ApiRequest, rid: str, index: int, ids: list[int], limits: Limits, deadline_s: float, traceparent: str) -> Generate:
         bootstrap = None if request.bootstraps is None else request.bootstraps[index]
         sampling = _with_length(request, len(ids), limits, limits.max_tokens(bootstrap))
-        return Generate(rid=rid, prompt_ids=ids, sampling=sampling, text=request.text, deadline_s=deadline_s, bootstrap=bootstrap)
+        return Generate(rid, ids, sampling, request.text, deadline_s, bootstrap, traceparent)
 
     def _register(self, generates: list[Generate], deadline_s: float) -> Stream:
         rooms = frozenset(generate.bootstrap.room for generate in generates if generate.bootstrap is not None)
@@ -241,6 +258,10 @@ class TokenizerManager:
                 return
             if isinstance(message, NodeStatus):
                 self._health.heartbeat(message)
+            elif isinstance(message, SpanOuts):
+                if self._tracing is not None:
+                    for span in message.spans:
+                        self._tracing.emit(span)
             else:
                 self._deliver(message)
         self._loop.call_soon(self._receive)

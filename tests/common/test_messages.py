@@ -13,6 +13,8 @@ from common.messages import (
     Generate,
     NextTokens,
     NodeStatus,
+    SpanOut,
+    SpanOuts,
     TextOut,
     TextOuts,
     ToDetokenizer,
@@ -27,6 +29,7 @@ SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.5, top_k=3, seed=2**63
 MESSAGES: list[tuple[Any, Any]] = [
     (ToScheduler, Generate("r", [1, 2], SAMPLING, TextSpec(stop=("\n", "é")), 1.5, Bootstrap("h", 8998, 2**63 - 1))),
     (ToScheduler, Generate("r", [1], SAMPLING, TextSpec(), 1.5)),
+    (ToScheduler, Generate("r", [1], SAMPLING, TextSpec(), 1.5, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")),
     (ToScheduler, Abort("r", "client_left")),
     (ToScheduler, Drain(12.25)),
     (ToDetokenizer, TokenOuts([TokenOut("r", [5], text=TextSpec()), TokenOut("q", failure=Failure(503, "gone", stage="decode"))])),
@@ -34,6 +37,7 @@ MESSAGES: list[tuple[Any, Any]] = [
     (ToDetokenizer, TokenOuts([TokenOut("r", [5, 2], "stop", matched_stop=2, num_prompt_tokens=9, num_cached_tokens=8, prefill_site="remote")])),
     (ToDetokenizer, DropStream("r")),
     (ToTokenizer, TextOuts([TextOut("r", "a", 1, [5], "stop", "</s>"), TextOut("q", matched_stop=7, finish_reason="stop")])),
+    (ToTokenizer, SpanOuts([SpanOut("00-0a-b7-01", "prefill", 1.5, 2.25, {"n": 3, "s": "t", "l": ["stop"]}, "why"), SpanOut("t", "q", 1.0, 2.0)])),
     (ToTokenizer, NodeStatus({"free_pages": 3.0, "tokens_total": 1e12}, [{"endpoint": "h:1", "state": "up", "reason": ""}])),
 ]
 

@@ -13,7 +13,7 @@ from fake_runner import VOCAB_SIZE, FakeRunner, expected_tokens
 from common.errors import Failure
 from common.kvcache.cache import KVCache
 from common.kvcache.host_pages import HostPages
-from common.messages import Abort, Drain, Generate, NodeStatus, TokenOuts, ToScheduler
+from common.messages import Abort, Drain, Generate, NodeStatus, SpanOut, SpanOuts, TokenOuts, ToScheduler
 from common.request import Bootstrap, SamplingParams, TextSpec
 from common.scheduling.host_backup import HostBackup
 from common.scheduling.outbox import Outbox
@@ -82,7 +82,7 @@ class Node:
         self.runner = runner or FakeRunner(num_pages, page_size, late=late, max_rows=max_running)
         self.cache = KVCache(num_pages, page_size, prefix_cache)
         self.answers: dict[str, Answer] = {}
-        self.statuses: list[NodeStatus] = []
+        self.statuses: list[NodeStatus | SpanOuts] = []
         self.intake = ListIntake()
         self.endpoint = endpoint or NoTransfer()
         memory = HostPages(pool_of(self.runner), 0 if preemption == "recompute" else num_swap_slots)
@@ -95,13 +95,18 @@ class Node:
         self.scheduler = kind(self.work, self.intake, self.outbox, self.endpoint, limits)
 
     def submit(
-        self, prompt_ids: list[int], num_tokens: int, *, bootstrap: Bootstrap | None = None, timeout_s: float = 60.0, rid: str = "", **sampling: Any
-    ) -> str:
+        self, prompt_ids: list[int], num_tokens: int, *, bootstrap: Bootstrap | None = None, timeout_s: float = 60.0, rid: str = "",
+        traceparent: str = "", **sampling: Any,
+    ) -> str:  # fmt: skip
         rid = rid or f"r{next(_rids)}"
         self.answers[rid] = Answer()
         params = SamplingParams(**{"max_new_tokens": num_tokens, "temperature": 0.0, **sampling})
-        self.intake.pending.append(Generate(rid, prompt_ids, params, TextSpec(), time.time() + timeout_s, bootstrap))
+        self.intake.pending.append(Generate(rid, prompt_ids, params, TextSpec(), time.time() + timeout_s, bootstrap, traceparent))
         return rid
+
+    def spans(self) -> list[SpanOut]:
+        """What was said of traced requests, in order."""
+        return [span for message in self.statuses if isinstance(message, SpanOuts) for span in message.spans]
 
     def abort(self, rid: str, cause: Any = "client_left") -> None:
         self.intake.pending.append(Abort(rid, cause))
