@@ -118,7 +118,7 @@ class KVEvents:
     def _subscriptions(self) -> Iterator[tuple[bytes, bool]]:
         """(topic, whether it was subscribed to or left by its last subscriber)"""
         for _ in range(SUBSCRIPTIONS_A_STEP):
-            if not self._socket.get(zmq.EVENTS) & zmq.POLLIN:  # half of what an exception takes
+            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:  # half of what an exception takes
                 return
             message = self._socket.recv(zmq.NOBLOCK)
             if message[:1] in (b"\0", b"\1") and TOPIC.startswith(message[1:]):
