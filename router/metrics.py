@@ -5,7 +5,6 @@ statuses, reasons, names of keys, URLs of nodes; the series of a node end when i
 """
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -14,27 +13,19 @@ from prometheus_client.registry import Collector
 from common.config import RouterConfig
 from common.metrics import FIRST_TOKEN_BUCKETS_S, INTER_TOKEN_BUCKETS_S, REQUEST_BUCKETS_S, HttpMetrics, watch_gauge
 from common.tally import CounterTally, Distribution, HistogramTally
-from router.nodes import Leg, Node, NodeTable
+from router.breaker import State
+from router.node import Leg, Node
+from router.nodes import NodeTable
+from router.pairing import Placement
 
 QUEUE_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
+GAUGES = {  # that other parts have: watch()
+    "queued_requests": "Requests in the admission queue",
+    "connections": "Open connections of clients",
+    "prefix_index_blocks": "Blocks of prompts in the index of prefixes",
+    "kv_event_blocks": "KV blocks that prefill nodes are known to hold, by their own events",
+}
 NO_FAILURE = (200, 499)  # 499: the client left, or the other leg failed first, as nginx counts
-
-
-class Placed(Protocol):
-    """A Placement (pairing.py), as far as it is counted."""
-
-    @property
-    def prefill(self) -> Node | None: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_hit_tokens(self) -> int: ...
-    @property
-    def prefill_score(self) -> float: ...
-    @property
-    def decode_score(self) -> float: ...
-    @property
-    def local_reason(self) -> str | None: ...
 
 
 class RouterMetrics:
@@ -63,7 +54,7 @@ class RouterMetrics:
             "prefill": PlacedTally(config.prefill_policy or config.policy),
             "decode": PlacedTally(config.decode_policy or config.policy),
         }
-        self.watch("pdserve_router_in_flight", "Requests whose answer is not complete", num_open)
+        watch_gauge(registry, "pdserve_router_in_flight", "Requests whose answer is not complete", num_open)
         registry.register(_NodeCollector(nodes, self._legs))
         registry.register(_PlacedCollector(self._placed))
 
@@ -77,7 +68,7 @@ class RouterMetrics:
         """reason: one of a few words, such as `queue_full`, `rate_limit`, `ttft_slo`, `key_limit`, `unauthorized`."""
         self._refusals.add(reason, key or "")
 
-    def placed(self, placement: Placed) -> None:
+    def placed(self, placement: Placement) -> None:
         decode = self._placed["decode"]
         decode.num += 1
         decode.scores += placement.decode_score
@@ -106,9 +97,9 @@ class RouterMetrics:
 
     # ---- what is read when /metrics is ----------------------------------------------------------------------------------
 
-    def watch(self, name: str, documentation: str, read: Callable[[], float]) -> None:
-        """A further gauge: length of a queue, size of an index, open connections."""
-        watch_gauge(self.registry, name, documentation, lambda: float(read()))
+    def watch(self, name: str, read: Callable[[], float]) -> None:
+        """name: one of GAUGES."""
+        watch_gauge(self.registry, f"pdserve_router_{name}", GAUGES[name], read)
 
     def _histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Distribution:
         return HistogramTally(self.registry, name, documentation, bounds).of()
@@ -142,6 +133,27 @@ class _PlacedCollector(Collector):
         yield from (scores, prompts, hits)
 
 
+def _of_prefill(read: Callable[[Node], float | None]) -> Callable[[Node], float | None]:
+    return lambda node: read(node) if node.leg == "prefill" else None
+
+
+def _of_decode(read: Callable[[Node], float | None]) -> Callable[[Node], float | None]:
+    return lambda node: read(node) if node.leg == "decode" else None
+
+
+NODE_GAUGES: dict[str, tuple[str, Callable[[Node], float | None]]] = {
+    "up": ("1 when requests may be sent to the node", lambda node: node.usable),
+    "draining": ("1 when it gets no new requests", lambda node: node.draining),
+    "in_flight": ("Requests of this router that are under way at the node", lambda node: node.num_in_flight),
+    "queued_tokens": ("Prefill: tokens sent there to be computed, without those it is believed to have cached, that are not computed yet",
+                      _of_prefill(lambda node: node.prefill_load.queued_tokens)),
+    "prefill_tokens_per_second": ("Prefill: measured; no sample before that", _of_prefill(lambda node: node.prefill_load.tokens_per_s)),
+    "other_requests": ("Decode: requests of other routers, at the last probe", _of_decode(lambda node: node.decode_load.num_others)),
+    "fullness": ("Decode: share of its rows that are wanted, plus share of its pages that are taken; 2: neither is left",
+                 _of_decode(lambda node: node.decode_load.fullness)),
+}
+
+
 class _NodeCollector(Collector):
     """Gauges of every node, and the legs that failed: those that ended with a status of failure. Forgets nodes that are gone."""
 
@@ -151,16 +163,18 @@ class _NodeCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         nodes = self._nodes.all
-        gauges: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
-            ("pdserve_router_node_up", "1 when requests may be sent to the node", lambda node: float(node.usable)),
-            ("pdserve_router_node_in_flight", "Requests that are under way at the node", lambda node: float(node.num_in_flight)),
-            ("pdserve_router_node_prompt_bytes_in_flight", "Their bodies' bytes", lambda node: float(node.prompt_bytes_in_flight)),
-        )
-        for name, documentation, read in gauges:
-            family = GaugeMetricFamily(name, documentation, labels=("leg", "node"))
+        for name, (documentation, read) in NODE_GAUGES.items():
+            family = GaugeMetricFamily(f"pdserve_router_node_{name}", documentation, labels=("leg", "node"))
             for node in nodes:
-                family.add_metric((node.leg, node.url), read(node))
+                if (value := read(node)) is not None:
+                    family.add_metric((node.leg, node.url), value)
             yield family
+        breakers = GaugeMetricFamily("pdserve_router_node_breaker", "1 for the state that the node's circuit breaker is in",
+                                     labels=("leg", "node", "state"))
+        for node in nodes:
+            for state in State:
+                breakers.add_metric((node.leg, node.url, state.value), float(node.breaker.state is state))
+        yield breakers
         known = {(node.leg, node.url) for node in nodes}
         self._legs.forget(lambda labels: labels[:2] not in known)
         failures = CounterMetricFamily("pdserve_router_leg_failures", "Legs that brought no answer, by what ended them",

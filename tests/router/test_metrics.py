@@ -1,6 +1,5 @@
 """What the router's methods of counting become in the text of /metrics."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,20 +7,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.config import RouterConfig
+from router.load import PrefillLoad
 from router.metrics import RouterMetrics
-from router.nodes import Node, NodeTable
+from router.nodes import NodeTable
 
 P, D = "http://p:1", "http://d:1"
-
-
-@dataclass
-class Placed:
-    prefill: Any = None
-    num_tokens: int = 0
-    num_hit_tokens: int = 0
-    prefill_score: float = 0.0
-    decode_score: float = 0.0
-    local_reason: str | None = None
 
 
 @pytest.fixture
@@ -33,6 +23,10 @@ def registry() -> CollectorRegistry:
 def metrics(registry: CollectorRegistry) -> RouterMetrics:
     config = RouterConfig(prefill=(P,), decode=(D,), policy="least_load", decode_policy="round_robin")
     return RouterMetrics(registry, config, NodeTable.of(config), lambda: 3)
+
+
+def placed(prefill: Any, **figures: Any) -> Any:
+    return SimpleNamespace(prefill=prefill, **{"prefill_score": 0.0, "local_reason": None, **figures})
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -56,20 +50,38 @@ def test_legs_by_status_and_their_failures(metrics: RouterMetrics, registry: Col
 
 
 def test_series_of_a_removed_node_end(registry: CollectorRegistry) -> None:
-    table = SimpleNamespace(all=(Node("prefill", P), Node("decode", D)))
-    metrics = RouterMetrics(registry, RouterConfig(), table, lambda: 0)  # type: ignore[arg-type]
+    table = NodeTable.of(RouterConfig(prefill=(P,), decode=(D,)))
+    metrics = RouterMetrics(registry, RouterConfig(), table, lambda: 0)
     metrics.leg_ended("prefill", P, 503)
     metrics.leg_ended("decode", D, 503)
-    table.all = table.all[1:]
+    table.remove(table.prefill[0])
     assert value(registry, "pdserve_router_node_up", leg="prefill", node=P) is None
     for name in ("pdserve_router_legs_total", "pdserve_router_leg_failures_total"):
         assert value(registry, name, leg="prefill", node=P, status="503") is None
         assert value(registry, name, leg="decode", node=D, status="503") == 1
 
 
+def test_nodes(registry: CollectorRegistry) -> None:
+    table = NodeTable.of(RouterConfig(prefill=(P,), decode=(D,), cb_failure_threshold=1))
+    RouterMetrics(registry, RouterConfig(), table, lambda: 0)
+    prefill, decode = table.all
+    prefill.prefill_load.begin(700, 0.0)
+    decode.blame("failed", answered=True)
+    of_p, of_d = {"leg": "prefill", "node": P}, {"leg": "decode", "node": D}
+    assert value(registry, "pdserve_router_node_queued_tokens", **of_p) == 700
+    assert value(registry, "pdserve_router_node_queued_tokens", **of_d) is None
+    assert value(registry, "pdserve_router_node_prefill_tokens_per_second", **of_p) is None
+    prefill.prefill_load.end(700, 0.5, computed=True)
+    PrefillLoad.fleet([prefill.prefill_load], 0.5)
+    assert value(registry, "pdserve_router_node_prefill_tokens_per_second", **of_p) == pytest.approx(1400)
+    assert value(registry, "pdserve_router_node_fullness", **of_d) == 0
+    states = {state: value(registry, "pdserve_router_node_breaker", **of_d, state=state) for state in ("closed", "open", "half_open")}
+    assert states == {"closed": 0, "open": 1, "half_open": 0}
+
+
 def test_placements(metrics: RouterMetrics, registry: CollectorRegistry) -> None:
-    metrics.placed(Placed(object(), num_tokens=100, num_hit_tokens=60, prefill_score=0.5, decode_score=2))
-    metrics.placed(Placed(None, num_tokens=10, num_hit_tokens=8, decode_score=3, local_reason="short"))
+    metrics.placed(placed(object(), num_tokens=100, num_hit_tokens=60, prefill_score=0.5, decode_score=2))
+    metrics.placed(placed(None, num_tokens=10, num_hit_tokens=8, decode_score=3, local_reason="short"))
     assert value(registry, "pdserve_router_policy_score_sum", policy="least_load", leg="prefill") == 0.5
     assert value(registry, "pdserve_router_policy_score_count", policy="least_load", leg="prefill") == 1
     assert value(registry, "pdserve_router_policy_score_sum", policy="round_robin", leg="decode") == 5
@@ -105,7 +117,7 @@ def test_refusals_and_keys(metrics: RouterMetrics, registry: CollectorRegistry) 
 
 def test_gauges_are_read_when_they_are_asked_for(metrics: RouterMetrics, registry: CollectorRegistry) -> None:
     length = 4
-    metrics.watch("pdserve_router_queued_requests", "help", lambda: length)
+    metrics.watch("queued_requests", lambda: length)
     length = 5
     assert value(registry, "pdserve_router_queued_requests") == 5
     assert value(registry, "pdserve_router_in_flight") == 3
