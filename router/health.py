@@ -129,8 +129,7 @@ class Prober:
 
 def _info(node: Node, stated: dict[str, object]) -> NodeInfo:
     try:
-        # vLLM's version is asked for once
-        return msgspec.convert({"version": node.info.version, **stated}, NodeInfo, strict=False)
+        return msgspec.convert(stated, NodeInfo, strict=False)
     except msgspec.ValidationError as error:
         log.debug("what %s says of itself cannot be used: %s", node.url, error)
         return NodeInfo()
