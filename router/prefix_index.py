@@ -85,7 +85,8 @@ class PrefixIndex:
         holders, live, before = self._holders, self._live, len(self._holders)
         take = holders.pop
         for block in reversed(ask.blocks):
-            holders[block] = take(block, 0) & live | bits
+            known = take(block, 0)
+            holders[block] = known & live | bits if known else bits  # most are new, and share one integer
         self._num_added += len(holders) - before
         if len(holders) > self._size:
             self._evict()
