@@ -2,7 +2,8 @@
 
 The SDK's global provider is not set: nobody else's instrumentation in this process writes into these traces. A span that the sampler
 left out has no children of its own: they would say the same and cost the same. When the collector does not take spans, one line says
-so, and one that it does again; the SDK's own lines, several for each batch, are kept back.
+so, and one that it does again; the exporter's own lines, several for each batch, are kept back. When spans come faster than they are sent,
+the SDK drops some and says so itself.
 """
 
 import logging
@@ -61,7 +62,7 @@ class OtelTracing:
 
     @staticmethod
     def _keep_back_logs() -> None:
-        logger = logging.getLogger("opentelemetry")
+        logger = logging.getLogger("opentelemetry.exporter")
         logger.propagate = False
         logger.handlers[:] = [_LAST_WORDS]
 

@@ -26,7 +26,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(autouse=True)
 def _own_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    logger = logging.getLogger("opentelemetry")
+    logger = logging.getLogger("opentelemetry.exporter")
     yield
     logger.handlers.clear()
     logger.propagate = True
