@@ -10,7 +10,7 @@ bisection, ten look-ups for a thousand blocks.
 A block of an adapter, of a picture or with a salt has other KV than its tokens say: it is left out, and what follows it finds no
 parent. A block whose parent is not known (its message was lost) is left out too. What is known is never more than what was published.
 
-Memory: some 260 bytes a block; a node's own pool bounds their number, and MAX_BLOCKS a node that publishes nonsense. Chains are
+Memory: some 200 bytes a block; a node's own pool bounds their number, and MAX_BLOCKS a node that publishes nonsense. Chains are
 Python's own hash (SipHash, keyed anew in each process: nobody can make two prompts collide from outside).
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from router.kv_event_wire import Removed, Stored
 
-MAX_BLOCKS = 1 << 19  # a node: 8M tokens in pages of 16, 140 MB here
+MAX_BLOCKS = 1 << 19  # a node: 8M tokens in pages of 16, 100 MB here
 MAX_EXPECTED = 1 << 16  # blocks a node
 EXPECTED_S = 5.0  # how long a prompt that was sent to a node counts as held though it has not been stored: its computing, or its queue's
 TOKEN_NBYTES = 4

@@ -31,7 +31,7 @@ from router.prefix_index import PrefixKnowledge
 from router.prompt_tokens import PromptReader
 
 REFRESH_S = 0.5  # how soon a node's first good probe, its restart or its leaving is acted on; and a subscription made anew at most as often
-MESSAGES_A_TURN = 8  # then other callbacks of the event loop get their turn; a message of 256 pages takes 0.3 ms
+MESSAGES_A_TURN = 4  # then other callbacks of the event loop get their turn; one of 256 pages, as snapshots consist of, takes 0.4 ms
 MAX_MESSAGE_NBYTES = 32 << 20
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5000, 15000  # a host that vanished is noticed, and connected to again
 CHANGES_KV = ("lora_path", "cache_salt", "extra_key", "system", "instructions")  # other KV than the tokens say, or other tokens than the prompt's

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from common.errors import RequestError
+from common.errors import RequestError, invalid
 from common.server.tokenizer import Tokenizer
 from router.exact_index import ExactPrompt, pack
 from router.splice import Head
@@ -30,6 +30,7 @@ MAX_CHARACTERS = 1 << 19  # some 0.3 s in the thread
 MAX_WAITING = 16
 MAX_CACHED_NBYTES = 16 << 20  # of pieces: 2M tokens in pieces of a hundred
 PIECE_NBYTES = 200  # of an entry beside its token ids
+SET_HERE = ("self", "messages", "tools", "add_generation_prompt")  # variables that the client does not choose
 SAMPLES = (("word", "word"), ("a ", " lead"), ("\n", "\n\nnext"), ("1", "2"), ("", "x"))
 
 _decode_ids = msgspec.json.Decoder(list[int]).decode
@@ -100,7 +101,10 @@ class PromptReader:
     def _render(self, head: Head) -> str:
         messages, tools, variables = (_given(field) or b"null" for field in (head.messages, head.tools, head.chat_template_kwargs))
         conversation = [_message(message) for message in _decode_objects(messages) or ()]
-        return self._tokenizer.apply_chat_template(conversation, tools=_decode_objects(tools) or None, **(_decode_object(variables) or {}))
+        chosen = _decode_object(variables) or {}
+        if not chosen.keys().isdisjoint(SET_HERE):
+            raise invalid(f"`chat_template_kwargs` must not set {', '.join(SET_HERE)}", param="chat_template_kwargs")
+        return self._tokenizer.apply_chat_template(conversation, tools=_decode_objects(tools) or None, **chosen)
 
     async def _tokenise(self, text: str, *, special: bool) -> ExactPrompt | None:
         """special: the text has none of the special tokens that a prompt begins with."""

@@ -39,7 +39,7 @@ def test_maps_as_vllm_has_them() -> None:
     """From 0.24 on (vllm-project/vllm#42892); the batch is an array, in some builds a map too."""
     stored = {
         "type": "BlockStored", "block_hashes": [15760518052499183552], "parent_block_hash": 7, "token_ids": TOKENS[:16], "block_size": 16,
-        "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": [None], "group_idx": 0, "kv_cache_spec_kind": "full_attention", "locality": None,
+        "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": [None], "group_idx": 0, "locality": None,
     }  # fmt: skip
     removed = {"type": "BlockRemoved", "block_hashes": [9], "medium": "GPU", "group_idx": 0}
     events = [stored, removed, {"type": "AllBlocksCleared"}]
