@@ -24,6 +24,7 @@ from common.config import JsonObject, RouterConfig
 from common.errors import Failure, not_found
 from common.http_exchange import ID_HEADER, Message, Receive, Scope, Send, request_id_of
 from common.metrics import METRICS_CONTENT_TYPE, render
+from router.admin import describe
 from router.completions import INTERNAL_FAILURE, CompletionProxy
 from router.nodes import Node
 from router.pairing import Pairing
@@ -122,21 +123,9 @@ def _add_state(app: FastAPI, config: RouterConfig, pairing: Pairing, proxy: Comp
             "models": list(pairing.nodes.models),
             "missing": pairing.missing(),
             "incompatible": pairing.disagreements(),
-            "prefill": [_state(node) for node in pairing.nodes.prefill],
-            "decode": [_state(node) for node in pairing.nodes.decode],
+            "prefill": [describe(node) for node in pairing.nodes.prefill],
+            "decode": [describe(node) for node in pairing.nodes.decode],
         })
-
-
-def _state(node: Node) -> JsonObject:
-    return {
-        "url": node.url,
-        "state": "usable" if node.usable else "unusable" if node.probed else "unknown",
-        "reason": node.reason,
-        "in_flight": node.num_in_flight,
-        "prompt_bytes_in_flight": node.prompt_bytes_in_flight,
-        **({"bootstrap_host": node.bootstrap_host, "bootstrap_port": node.bootstrap_port} if node.leg == "prefill" else {}),
-        "info": node.info,
-    }
 
 
 def _json(content: object, status: int = 200) -> Response:
