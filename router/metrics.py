@@ -20,10 +20,10 @@ from router.pairing import Placement
 
 QUEUE_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 GAUGES = {  # that other parts have: watch()
-    "queued_requests": "Requests in the admission queue",
-    "connections": "Open connections of clients",
-    "prefix_index_blocks": "Blocks of prompts in the index of prefixes",
-    "kv_event_blocks": "KV blocks that prefill nodes are known to hold, by their own events",
+    "pdserve_router_queued_requests": "Requests in the admission queue",
+    "pdserve_router_connections": "Open connections of clients",
+    "pdserve_router_prefix_index_blocks": "Blocks of prompts in the index of prefixes",
+    "pdserve_router_kv_event_blocks": "KV blocks that prefill nodes are known to hold, by their own events",
 }
 NO_FAILURE = (200, 499)  # 499: the client left, or the other leg failed first, as nginx counts
 
@@ -99,7 +99,7 @@ class RouterMetrics:
 
     def watch(self, name: str, read: Callable[[], float]) -> None:
         """name: one of GAUGES."""
-        watch_gauge(self.registry, f"pdserve_router_{name}", GAUGES[name], read)
+        watch_gauge(self.registry, name, GAUGES[name], read)
 
     def _histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Distribution:
         return HistogramTally(self.registry, name, documentation, bounds).of()
@@ -142,14 +142,14 @@ def _of_decode(read: Callable[[Node], float | None]) -> Callable[[Node], float |
 
 
 NODE_GAUGES: dict[str, tuple[str, Callable[[Node], float | None]]] = {
-    "up": ("1 when requests may be sent to the node", lambda node: node.usable),
-    "draining": ("1 when it gets no new requests", lambda node: node.draining),
-    "in_flight": ("Requests of this router that are under way at the node", lambda node: node.num_in_flight),
-    "queued_tokens": ("Prefill: tokens sent there to be computed, without those it is believed to have cached, that are not computed yet",
+    "pdserve_router_node_up": ("1 when requests may be sent to the node", lambda node: node.usable),
+    "pdserve_router_node_draining": ("1 when it gets no new requests", lambda node: node.draining),
+    "pdserve_router_node_in_flight": ("Requests of this router that are under way at the node", lambda node: node.num_in_flight),
+    "pdserve_router_node_queued_tokens": ("Prefill: tokens sent there to be computed, without those it is believed to have cached, that are not computed yet",
                       _of_prefill(lambda node: node.prefill_load.queued_tokens)),
-    "prefill_tokens_per_second": ("Prefill: measured; no sample before that", _of_prefill(lambda node: node.prefill_load.tokens_per_s)),
-    "other_requests": ("Decode: requests of other routers, at the last probe", _of_decode(lambda node: node.decode_load.num_others)),
-    "fullness": ("Decode: share of its rows that are wanted, plus share of its pages that are taken; 2: neither is left",
+    "pdserve_router_node_prefill_tokens_per_second": ("Prefill: measured; no sample before that", _of_prefill(lambda node: node.prefill_load.tokens_per_s)),
+    "pdserve_router_node_other_requests": ("Decode: requests of other routers, at the last probe", _of_decode(lambda node: node.decode_load.num_others)),
+    "pdserve_router_node_fullness": ("Decode: share of its rows that are wanted, plus share of its pages that are taken; 2: neither is left",
                  _of_decode(lambda node: node.decode_load.fullness)),
 }
 
@@ -164,7 +164,7 @@ class _NodeCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         nodes = self._nodes.all
         for name, (documentation, read) in NODE_GAUGES.items():
-            family = GaugeMetricFamily(f"pdserve_router_node_{name}", documentation, labels=("leg", "node"))
+            family = GaugeMetricFamily(name, documentation, labels=("leg", "node"))
             for node in nodes:
                 if (value := read(node)) is not None:
                     family.add_metric((node.leg, node.url), value)

@@ -117,7 +117,7 @@ def test_refusals_and_keys(metrics: RouterMetrics, registry: CollectorRegistry) 
 
 def test_gauges_are_read_when_they_are_asked_for(metrics: RouterMetrics, registry: CollectorRegistry) -> None:
     length = 4
-    metrics.watch("queued_requests", lambda: length)
+    metrics.watch("pdserve_router_queued_requests", lambda: length)
     length = 5
     assert value(registry, "pdserve_router_queued_requests") == 5
     assert value(registry, "pdserve_router_in_flight") == 3
