@@ -133,25 +133,17 @@ class _PlacedCollector(Collector):
         yield from (scores, prompts, hits)
 
 
-def _of_prefill(read: Callable[[Node], float | None]) -> Callable[[Node], float | None]:
-    return lambda node: read(node) if node.leg == "prefill" else None
-
-
-def _of_decode(read: Callable[[Node], float | None]) -> Callable[[Node], float | None]:
-    return lambda node: read(node) if node.leg == "decode" else None
-
-
-NODE_GAUGES: dict[str, tuple[str, Callable[[Node], float | None]]] = {
-    "pdserve_router_node_up": ("1 when requests may be sent to the node", lambda node: node.usable),
-    "pdserve_router_node_draining": ("1 when it gets no new requests", lambda node: node.draining),
-    "pdserve_router_node_in_flight": ("Requests of this router that are under way at the node", lambda node: node.num_in_flight),
-    "pdserve_router_node_queued_tokens": ("Prefill: tokens sent there to be computed, without those it is believed to have cached, that are not computed yet",
-                      _of_prefill(lambda node: node.prefill_load.queued_tokens)),
-    "pdserve_router_node_prefill_tokens_per_second": ("Prefill: measured; no sample before that", _of_prefill(lambda node: node.prefill_load.tokens_per_s)),
-    "pdserve_router_node_other_requests": ("Decode: requests of other routers, at the last probe", _of_decode(lambda node: node.decode_load.num_others)),
-    "pdserve_router_node_fullness": ("Decode: share of its rows that are wanted, plus share of its pages that are taken; 2: neither is left",
-                 _of_decode(lambda node: node.decode_load.fullness)),
-}
+NODE_GAUGES: tuple[tuple[str, Leg | None, str, Callable[[Node], float | None]], ...] = (  # name, nodes of which leg only, help, value
+    ("pdserve_router_node_up", None, "1 when requests may be sent to the node", lambda node: node.usable),
+    ("pdserve_router_node_draining", None, "1 when it gets no new requests", lambda node: node.draining),
+    ("pdserve_router_node_in_flight", None, "Requests of this router that are under way at the node", lambda node: node.num_in_flight),
+    ("pdserve_router_node_queued_tokens", "prefill", "Tokens sent there that are not computed yet, without those believed to be cached",
+     lambda node: node.prefill_load.queued_tokens),
+    ("pdserve_router_node_prefill_tokens_per_second", "prefill", "Measured; no sample before that", lambda node: node.prefill_load.tokens_per_s),
+    ("pdserve_router_node_other_requests", "decode", "Requests of other routers, at the last probe", lambda node: node.decode_load.num_others),
+    ("pdserve_router_node_fullness", "decode", "Share of its rows that are wanted, plus share of its pages that are taken; 2: neither is left",
+     lambda node: node.decode_load.fullness),
+)
 
 
 class _NodeCollector(Collector):
@@ -163,10 +155,10 @@ class _NodeCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         nodes = self._nodes.all
-        for name, (documentation, read) in NODE_GAUGES.items():
+        for name, leg, documentation, read in NODE_GAUGES:
             family = GaugeMetricFamily(name, documentation, labels=("leg", "node"))
             for node in nodes:
-                if (value := read(node)) is not None:
+                if leg in (None, node.leg) and (value := read(node)) is not None:
                     family.add_metric((node.leg, node.url), value)
             yield family
         breakers = GaugeMetricFamily("pdserve_router_node_breaker", "1 for the state that the node's circuit breaker is in",
@@ -179,8 +171,8 @@ class _NodeCollector(Collector):
         self._legs.forget(lambda labels: labels[:2] not in known)
         failures = CounterMetricFamily("pdserve_router_leg_failures", "Legs that brought no answer, by what ended them",
                                        labels=("leg", "node", "status"))
-        for (leg, url, status), num in self._legs.values.items():
-            if status not in NO_FAILURE:
-                failures.add_metric((str(leg), str(url), str(status)), num)
+        for labels, num in self._legs.values.items():
+            if labels[2] not in NO_FAILURE:
+                failures.add_metric([str(label) for label in labels], num)
         yield failures
         yield from self._legs.collect()
