@@ -10,11 +10,12 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -34,7 +35,7 @@ class OtelTracing:
     def __init__(self, endpoint: str, service: str) -> None:
         self._keep_back_logs()
         self._exporter = _Exporter(endpoint)
-        resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", service)})
+        resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", service), SERVICE_VERSION: version("pdserve")})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("pdserve")

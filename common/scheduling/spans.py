@@ -50,11 +50,20 @@ class Spans:
         if request.finish_reason is not None:
             attributes[FINISH_REASONS] = [request.finish_reason]
         self.end(request, DECODE, attributes, error)
-        for phase in tuple(request.trace.begun_s) if error else ():
-            self.end(request, phase, error=error)
+        if error:
+            self._end_all(request, error)
 
     def aborted(self, request: Request, cause: AbortCause) -> None:
-        self.answered(request, "" if cause == "stop_string" else cause)
+        """The text process has ended it, and with it what is under way."""
+        if request.trace is not None:
+            error = "" if cause == "stop_string" else cause
+            self.answered(request, error)
+            self._end_all(request, error)
+
+    def _end_all(self, request: Request, error: str) -> None:
+        assert request.trace is not None
+        for phase in tuple(request.trace.begun_s):
+            self.end(request, phase, error=error)
 
     def take(self) -> list[SpanOut]:
         ended, self.ended = self.ended, []

@@ -125,3 +125,50 @@ def test_a_deadline_says_in_which_phase_it_passed() -> None:
     assert names(node) == ["queued"]
     assert the(node, "queued").error == node.answers[late].failure.message  # type: ignore[union-attr]
     node.run_until_answered(first)
+
+
+def test_a_transfer_lost_before_token_1_ends_the_phases_of_both() -> None:
+    fabric = MemoryFabric()
+    with PdNodes() as nodes:
+        prefill, decode = (nodes.add(role, fabric.backend(), chunk=4, late=None) for role in ("prefill", "decode"))
+        rid = nodes.submit(PROMPT, 5, traceparent=TRACEPARENT)
+        fabric.fail_completions(1)
+        nodes.run(lambda: bool(prefill.runner.extend_sizes))
+        nodes.wait(lambda: prefill.endpoint.stats()["transfer_failed_total"] == 1)
+        nodes.run_until_answered(rid)
+        nodes.run_until_idle()
+        assert {span.name: bool(span.error) for span in prefill.spans()} == {"queued": False, "prefill": True, "transfer": True}
+        assert {span.name: bool(span.error) for span in decode.spans()} == {"queued": False, "waiting for KV": True}
+
+
+def test_a_transfer_lost_after_token_1_shows_that_the_prompt_was_computed_again() -> None:
+    fabric = MemoryFabric()
+    with PdNodes() as nodes:
+        prefill, decode = (nodes.add(role, fabric.backend()) for role in ("prefill", "decode"))
+        fabric.hold()
+        rid = nodes.submit(PROMPT, 9, traceparent=TRACEPARENT)
+        nodes.run(lambda: len(decode.answers[rid].token_ids) == 1)
+        fabric.kill(prefill.endpoint._backend)
+        nodes.prefills.remove(prefill)
+        prefill.endpoint.close()
+        fabric.resume()
+        nodes.run_until_answered(rid)
+        nodes.run_until_idle()
+        assert names(decode) == ["queued", "waiting for KV", "recompute", "decode"]
+        assert [bool(span.error) for span in decode.spans()] == [False, True, False, False]
+        assert the(decode, "decode").attributes[OUTPUT_TOKENS] == 9
+
+
+def test_a_stop_string_in_token_1_ends_the_wait_for_pages() -> None:
+    fabric = MemoryFabric()
+    with PdNodes() as nodes:
+        _, decode = (nodes.add(role, fabric.backend()) for role in ("prefill", "decode"))
+        fabric.hold()
+        rid = nodes.submit(PROMPT, 9, traceparent=TRACEPARENT)
+        nodes.run(lambda: len(decode.answers[rid].token_ids) == 1)
+        decode.abort(rid, "stop_string")
+        nodes.run(lambda: len(decode.spans()) == 3)
+        assert {span.name: span.error for span in decode.spans()} == {"queued": "", "waiting for KV": "", "decode": ""}
+        fabric.resume()
+        nodes.prefills[0].abort(rid)
+        nodes.run_until_idle()
