@@ -11,11 +11,13 @@ a node that is gone.
 
 import asyncio
 import logging
+import random
 
 import msgspec
 
 from router.connection import NotHttp
 from router.engines import DETECT_PATHS, INFO_PATHS, detect, facts
+from router.engines.vllm import mooncake_engines, mooncake_url
 from router.legs import NodeClient, is_own_limit
 from router.nodes import Node, NodeInfo, NodeTable
 
@@ -61,6 +63,7 @@ class Prober:
                 self._nodes.removed.remove(leave)
 
     async def _watch(self, node: Node) -> None:
+        pause_s = random.uniform(0, self._interval_s)  # then the whole of it: probes of many nodes do not come all at once
         while True:
             if node.leaving and not node.num_in_flight:
                 self._nodes.remove(node)
@@ -68,10 +71,10 @@ class Prober:
             node.probe_now.clear()
             await self.probe(node)
             try:
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(pause_s):
                     await node.probe_now.wait()
             except TimeoutError:
-                continue
+                pause_s = self._interval_s
 
     async def probe(self, node: Node) -> None:
         num_blames = node.num_blames
@@ -79,7 +82,6 @@ class Prober:
         node.probe_ended(num_blames)
 
     async def _probe(self, node: Node, num_blames: int) -> None:
-        asked_s = node.clock()
         try:
             async with asyncio.timeout(self._timeout_s):
                 engine, info = await self._ask(node)
@@ -96,9 +98,8 @@ class Prober:
                 return
             self._failed(node, f"cannot be reached: {error}", gone=isinstance(error, ConnectionRefusedError))
         else:
-            if node.probe_succeeded(info, num_blames, engine, asked_s):
+            if node.probe_succeeded(info, num_blames, engine):
                 log.info("%s node %s is usable", node.leg, node.url)
-            self._nodes.tell(self._nodes.probed, node)
         node.num_silent_probes = 0
 
     def _failed(self, node: Node, reason: str, *, gone: bool = False) -> None:
@@ -121,10 +122,25 @@ class Prober:
             engine = engine or detect(answers)
             if engine is not None and answers[path][0] == 200:
                 break
-        info = _info(node, facts(engine, answers))
+        stated = facts(engine, answers)
+        if engine == "vllm" and node.leg == "prefill" and self._nodes.kv_connector == "mooncake":
+            stated["kv_engine_ids"] = await self._mooncake_engines(node)
+        info = _info(node, stated)
         if info.disaggregation_mode in ROLES and info.disaggregation_mode != node.leg:
             raise NotReady(f"is a {info.disaggregation_mode} node, and was given as a {node.leg} node; give it as --{info.disaggregation_mode}")
         return engine, info
+
+    async def _mooncake_engines(self, node: Node) -> list[str]:
+        """Raises NotReady when they cannot be had: no decode node finds this one's pages then."""
+        server = Node("prefill", mooncake_url(node))
+        try:
+            status, body = await self._client.get(server, "/query", MAX_INFO_BYTES)
+            if engines := mooncake_engines(body):
+                return engines
+            what: object = f"it answers {status}"
+        except (OSError, NotHttp) as error:
+            what = error
+        raise NotReady(f"has no Mooncake bootstrap server at {server.url}: {what}; give its port as --prefill {node.url},PORT")
 
 
 def _info(node: Node, stated: dict[str, object]) -> NodeInfo:

@@ -46,6 +46,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     """What a node says of itself, as far as the router uses it; every field may be missing (other servers speak the protocol too)."""
 
     served_model_name: str | None = None
+    other_model_names: tuple[str, ...] = ()  # aliases, and adapters of it
     version: str | None = None
     incarnation: int | str | None = None
     fingerprint: str | None = None
@@ -61,7 +62,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     disaggregation_bootstrap_port: int | None = None  # SGLang's name
     disaggregation_mode: str | None = None  # the role it was started in
     kv_events_port: int | None = None
-    kv_engine_id: str | None = None  # a vLLM prefill node's, as its Mooncake bootstrap server tells it
+    kv_engine_ids: tuple[str, ...] = ()  # a vLLM prefill node's, by data parallel rank, as its Mooncake bootstrap server tells them
     max_running_requests: int | None = None
     # load, of all routers' requests together
     pages: PageCounts | None = None
@@ -86,7 +87,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
         return None if self.pages_total is None or self.page_size is None else self.pages_total * self.page_size
 
 
-PAIRING_FACTS = (*AGREED_FACTS, "served_model_name", "incarnation", "kv_events_port")
+PAIRING_FACTS = (*AGREED_FACTS, "served_model_name", "other_model_names", "incarnation", "kv_events_port")
 
 
 def _nothing(*_: object) -> None:
@@ -107,7 +108,6 @@ class Node:
     reason: str | None = "not probed yet"
     engine: str | None = None  # "pdserve", "sglang", "vllm"; None until it is known
     info: NodeInfo = field(default_factory=NodeInfo)
-    info_s: float = -math.inf  # when `info` was asked for: its figures of load know nothing of requests placed since
     since_s: float = 0.0  # since when it is usable, or is not
     probed: bool = False  # a probe has succeeded once
     away: bool = False  # the last probe to end has failed
@@ -151,7 +151,7 @@ class Node:
         return self.configured_bootstrap_port or self.info.bootstrap_port or self.info.disaggregation_bootstrap_port
 
     def serves(self, model: str | None) -> bool:
-        return model is None or self.info.served_model_name in (model, None)
+        return model is None or self.info.served_model_name in (model, None) or model in self.info.other_model_names
 
     def sent(self) -> None:
         """A request goes to it. To be called for every one: it may be the breaker's trial."""
@@ -181,13 +181,13 @@ class Node:
         if self.breaker.ended_well(self.clock(), began_s):
             self.changed()
 
-    def probe_succeeded(self, info: NodeInfo, num_blames: int, engine: str | None = None, asked_s: float = -math.inf) -> bool:
-        """num_blames: as it was when the probe began, which was at asked_s. True when the node became usable."""
+    def probe_succeeded(self, info: NodeInfo, num_blames: int, engine: str | None = None) -> bool:
+        """num_blames: as it was when the probe began. True when the node became usable."""
         was, was_usable = self._facts(), self.usable
         incarnation = self.info.incarnation
         # without an incarnation to compare, a process that accepted nothing is taken to have been another one
         restarted = self.probed and (incarnation not in (None, info.incarnation) or (info.incarnation is None and self.gone))
-        self.info, self.engine, self.info_s = info, engine or self.engine, asked_s
+        self.info, self.engine = info, engine or self.engine
         self.decode_load.probed(info.running, info.waiting, info.max_running_requests, info.tokens_free, info.tokens_total)
         if self.away or restarted:
             self.breaker.came_back(self.clock())

@@ -41,22 +41,22 @@ class NodeTable:
     `prefill`, `decode`: replaced, never changed, when a node comes or goes; in the order they came in.
     `version`: another number whenever something has changed that decides who is used and which pairs there are: a node came, went,
     became usable or stopped being so, drains or does not, its breaker changed state, it says something else of itself. Not for load.
-    `added`, `removed`, `restarted`, `probed`: called with the node, after the table has changed. A removed or restarted node has
-    forgotten every prefix; a probed one has new figures of load in `info`. They must not raise.
+    `added`, `removed`, `restarted`: called with the node, after the table has changed. A removed or restarted node has forgotten
+    every prefix. They must not raise.
     """
 
     def __init__(self, *, failure_threshold: int = 5, breaker_timeout_s: float = 2.0, engine: str | None = None,
-                 clock: Clock = time.monotonic) -> None:
+                 kv_connector: str = "auto", clock: Clock = time.monotonic) -> None:
         self.prefill: tuple[Node, ...] = ()
         self.decode: tuple[Node, ...] = ()
         self.version = 0
         self.added: list[Callable[[Node], None]] = []
         self.removed: list[Callable[[Node], None]] = []
         self.restarted: list[Callable[[Node], None]] = []
-        self.probed: list[Callable[[Node], None]] = []
         self._failure_threshold = failure_threshold
         self._breaker_timeout_s = breaker_timeout_s
         self.engine = engine  # of all nodes; None: each is asked
+        self.kv_connector = kv_connector  # of vLLM nodes
         self._clock = clock
         self._models: dict[str, Node] = {}
         self._models_version = -1
@@ -64,7 +64,8 @@ class NodeTable:
     @classmethod
     def of(cls, config: RouterConfig, clock: Clock = time.monotonic) -> "NodeTable":
         engine = None if config.engine == "auto" else config.engine
-        table = cls(failure_threshold=config.cb_failure_threshold, breaker_timeout_s=config.cb_timeout_s, engine=engine, clock=clock)
+        table = cls(failure_threshold=config.cb_failure_threshold, breaker_timeout_s=config.cb_timeout_s, engine=engine,
+                    kv_connector=config.kv_connector, clock=clock)
         for text in config.prefill:
             table.add("prefill", text)
         for text in config.decode:
@@ -80,7 +81,8 @@ class NodeTable:
         """Every model a node has reported, also of nodes that are away; with one node that serves it, a usable one if there is."""
         if self._models_version != self.version:
             nodes = sorted((node for node in self.all if node.probed), key=lambda node: node.usable)
-            self._models = {node.info.served_model_name: node for node in nodes if node.info.served_model_name is not None}
+            self._models = {name: node for node in nodes if node.info.served_model_name is not None
+                            for name in (node.info.served_model_name, *node.info.other_model_names)}  # fmt: skip
             self._models_version = self.version
         return self._models
 
@@ -100,7 +102,7 @@ class NodeTable:
         breaker = Breaker(self._failure_threshold, self._breaker_timeout_s)
         node = Node(leg, url, port, breaker, self._clock, self._changed, self._restarted, engine=self.engine)
         self._replace(leg, (*self._of_leg(leg), node))
-        self.tell(self.added, node)
+        self._tell(self.added, node)
         return node
 
     def drain(self, node: Node) -> None:
@@ -132,12 +134,7 @@ class NodeTable:
         node.reason = REMOVED
         self._replace(node.leg, tuple(other for other in nodes if other is not node))
         node.probe_ended(node.num_blames)  # nobody will wait for a verdict on it
-        self.tell(self.removed, node)
-
-    @staticmethod
-    def tell(listeners: list[Callable[[Node], None]], node: Node) -> None:
-        for listener in tuple(listeners):
-            listener(node)
+        self._tell(self.removed, node)
 
     def _of_leg(self, leg: Leg) -> tuple[Node, ...]:
         return self.prefill if leg == "prefill" else self.decode
@@ -153,7 +150,12 @@ class NodeTable:
         self.version += 1
 
     def _restarted(self, node: Node) -> None:
-        self.tell(self.restarted, node)
+        self._tell(self.restarted, node)
+
+    @staticmethod
+    def _tell(listeners: list[Callable[[Node], None]], node: Node) -> None:
+        for listener in tuple(listeners):
+            listener(node)
 
 
 def _split(text: str) -> tuple[str, int | None]:

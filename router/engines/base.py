@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from router.splice import Head
 
 if TYPE_CHECKING:
-    from router.nodes import Node
+    from router.node import Node
 
 
 class LegRequest(NamedTuple):

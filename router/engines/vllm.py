@@ -19,12 +19,16 @@ tests/v1/kv_connector/nixl_integration/toy_proxy_server.py, examples/disaggregat
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from common.errors import Failure, RequestError
 from router.engines.base import LegRequest, Outgoing
 from router.splice import Head, num_prompts, splice
+
+if TYPE_CHECKING:
+    from router.node import Node
 
 PARAMS = "kv_transfer_params"
 NO_PAIR = (PARAMS,)
@@ -57,6 +61,11 @@ class _Parked(msgspec.Struct):
     remote_block_ids: list[object] | None = None
 
 
+class _EngineEntry(msgspec.Struct):
+    engine_id: str
+
+
+_decode_engines = msgspec.json.Decoder(dict[int, _EngineEntry]).decode
 _decode_reply = msgspec.json.Decoder(_Reply).decode
 _decode_parked = msgspec.json.Decoder(_Parked | None).decode
 
@@ -92,19 +101,42 @@ class Mooncake:
         return _local_reason(head)
 
     def prefill_leg(self, out: Outgoing) -> LegRequest:
-        return _one_token(out, b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%s"}' % _transfer_id(out))
+        rank, _ = _engine(out)
+        leg = _one_token(out, b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%s"}' % _transfer_id(out))
+        return leg if rank is None else leg._replace(headers=b"x-data-parallel-rank: %d\r\n" % rank)
 
     def decode_leg(self, out: Outgoing, prefill_reply: bytes | None) -> LegRequest:
         if out.prefill is None:
             return LegRequest(splice(out.body, out.head, {}, NO_PAIR))
-        node = out.prefill
-        if node.info.kv_engine_id is None:
-            what = f"prefill node {node.url} cannot be used with Mooncake: its bootstrap server has not told an engine id"
-            raise RequestError(Failure(503, what, code="no_engine_id", stage="router", retry_after_s=1.0))
-        host = f"[{node.bootstrap_host}]" if ":" in node.bootstrap_host else node.bootstrap_host
-        address, engine = msgspec.json.encode(f"http://{host}:{node.bootstrap_port or MOONCAKE_PORT}"), msgspec.json.encode(node.info.kv_engine_id)
+        address, engine_id = msgspec.json.encode(mooncake_url(out.prefill)), msgspec.json.encode(_engine(out)[1])
         form = b'{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":%s,"remote_engine_id":%s,"transfer_id":"%s"}'
-        return LegRequest(splice(out.body, out.head, {PARAMS: form % (address, engine, _transfer_id(out))}))
+        return LegRequest(splice(out.body, out.head, {PARAMS: form % (address, engine_id, _transfer_id(out))}))
+
+
+def mooncake_url(node: "Node") -> str:
+    """Of a prefill node's bootstrap server."""
+    host = f"[{node.bootstrap_host}]" if ":" in node.bootstrap_host else node.bootstrap_host
+    return f"http://{host}:{node.bootstrap_port or MOONCAKE_PORT}"
+
+
+def mooncake_engines(answer: bytes) -> list[str]:
+    """Engine ids by data parallel rank, as GET /query of a bootstrap server answers; none when this is no such answer."""
+    try:
+        entries = _decode_engines(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
+    return [entries[rank].engine_id for rank in sorted(entries)]
+
+
+def _engine(out: Outgoing) -> tuple[int | None, str]:
+    """Which of the prefill node's engines computes the prompt: its data parallel rank, None when it has one engine only; and its id."""
+    assert out.prefill is not None
+    ids = out.prefill.info.kv_engine_ids
+    if not ids:
+        what = f"prefill node {out.prefill.url} cannot be used with Mooncake: its bootstrap server has not told an engine id"
+        raise RequestError(Failure(503, what, code="no_engine_id", stage="router", retry_after_s=1.0))
+    rank = _room(out) % len(ids)
+    return (None if len(ids) == 1 else rank), ids[rank]
 
 
 def _local_reason(head: Head) -> str | None:
@@ -120,7 +152,11 @@ def _one_token(out: Outgoing, params: bytes) -> LegRequest:
 
 
 def _transfer_id(out: Outgoing) -> bytes:
-    return b"xfer-%x" % (out.rooms if isinstance(out.rooms, int) else out.rooms[0])  # a list has one prompt: longer ones are not split
+    return b"xfer-%x" % _room(out)
+
+
+def _room(out: Outgoing) -> int:
+    return out.rooms if isinstance(out.rooms, int) else out.rooms[0]  # a list has one prompt: longer ones are not split
 
 
 def _parked(reply: bytes) -> bytes | None:

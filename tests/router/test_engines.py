@@ -16,7 +16,11 @@ from mock_vllm import MockVllm, Parked
 
 from common.errors import RequestError
 from router.engines import DETECT_PATHS, ENGINES, Engine, Outgoing, detect, engines_for, facts
+from router.engines.vllm import mooncake_engines
+from router.health import Prober
+from router.legs import NodeClient
 from router.node import Node
+from router.nodes import NodeTable
 from router.splice import mint_rooms, num_prompts, read_head
 
 CHAT = "/v1/chat/completions"
@@ -43,7 +47,7 @@ class Pair:
         prefill, decode = Node("prefill", self.prefill.url), Node("decode", self.decode.url)
         if isinstance(self.prefill, MockVllm) and self.prefill.connector == "mooncake":
             prefill = Node("prefill", self.prefill.url, configured_bootstrap_port=self.prefill.port)
-            prefill.info = msgspec.structs.replace(prefill.info, kv_engine_id=self.prefill.engine_id)
+            prefill.info = msgspec.structs.replace(prefill.info, kv_engine_ids=(self.prefill.engine_id,))
         out = Outgoing(raw, head, None if self.local else prefill, decode, mint_rooms(num_prompts(head)), "id-1")
         if out.prefill is None:
             return await self._post(self.decode, path, self.engine.decode_leg(out, None).body)
@@ -191,8 +195,45 @@ def test_mooncake_needs_the_engine_id_of_the_prefill_node() -> None:
     assert error.value.failure.status == 503
 
 
+def test_mooncake_spreads_over_data_parallel_ranks() -> None:
+    seen = set()
+    for rooms in range(8):
+        out = replace(outgoing(b'{"prompt":"a"}'), rooms=rooms)
+        assert out.prefill is not None
+        out.prefill.info = msgspec.structs.replace(out.prefill.info, kv_engine_ids=("e0", "e1"))
+        engine_id = json.loads(MOONCAKE.decode_leg(out, None).body)["kv_transfer_params"]["remote_engine_id"]
+        seen.add((MOONCAKE.prefill_leg(out).headers, engine_id))
+    assert seen == {(b"x-data-parallel-rank: 0\r\n", "e0"), (b"x-data-parallel-rank: 1\r\n", "e1")}
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b'{"a":{"engine_id":"x"}}', b'{"0":{"engine_id":7}}', b'{"0":{}}'])
+def test_mooncake_bootstrap_server_that_is_none(answer: bytes) -> None:
+    assert mooncake_engines(answer) == []
+
+
+@pytest.mark.parametrize("connector", ["mooncake", "nixl"])
+async def test_mooncake_engine_ids_are_asked_of_the_bootstrap_server(connector: str) -> None:
+    """The nixl mock has none."""
+    nodes, mock = NodeTable(kv_connector="mooncake"), MockVllm("prefill", Parked(), connector)
+    await mock.start()
+    node, client = nodes.add("prefill", f"{mock.url},{mock.port}"), NodeClient(2.0)
+    try:
+        await Prober(nodes, client, interval_s=1, timeout_s=5).probe(node)
+        assert node.info.kv_engine_ids == ((mock.engine_id,) if connector == "mooncake" else ())
+        if connector == "mooncake":
+            assert (node.engine, node.reason) == ("vllm", None)
+        else:
+            assert node.reason is not None
+            assert "no Mooncake bootstrap server" in node.reason
+    finally:
+        client.close()
+        await mock.stop()
+
+
 def test_mooncake_legs_of_one_attempt_share_an_id_and_those_of_two_do_not() -> None:
     out = outgoing(b'{"prompt":"a"}')
+    assert out.prefill is not None
+    out.prefill.info = msgspec.structs.replace(out.prefill.info, kv_engine_ids=("e",))
     again = replace(out, rooms=mint_rooms(None))
     first, second = (json.loads(MOONCAKE.prefill_leg(one).body)["kv_transfer_params"]["transfer_id"] for one in (out, again))
     assert first != second
