@@ -12,7 +12,7 @@ from common.errors import Failure
 MAX_HELD_BYTES = 1 << 20  # of an event that has not ended; more is taken as it is
 DONE_BEGINNINGS = (b"data: [DONE]", b"data:[DONE]")
 DONE_LINES = tuple(b"\n" + beginning for beginning in DONE_BEGINNINGS)
-ERROR_LINE = re.compile(rb'(?:^|\n)data: ?(\{\s*"error"\s*:\s*\{[^\r\n]*)')
+ERROR_LINE = re.compile(rb'(?:^|\n)data: ?(\{\s*"(?:error"\s*:\s*\{|object"\s*:\s*"error")[^\r\n]*)')
 STATUS_OF_TYPE = {"invalid_request_error": 400, "authentication_error": 401, "not_found_error": 404, "rate_limit_error": 429}
 
 
@@ -47,9 +47,11 @@ def failure_of(error: bytes, stage: str) -> Failure:
 
 
 def openai_error(body: bytes) -> tuple[str, object, object] | None:
-    """(message, type, code) of an OpenAI error object; None when `body` is none."""
+    """(message, type, code) of an OpenAI error object, {"error": {...}}, or of the flat form of SGLang and older vLLM, {"object": "error", ...};
+    None when `body` is neither."""
     try:
-        error = msgspec.json.decode(body)["error"]
-        return (str(error["message"]), error.get("type"), error.get("code")) if isinstance(error, dict) else None
-    except (msgspec.DecodeError, KeyError, TypeError, IndexError):
+        said = msgspec.json.decode(body)
+        error = said if said.get("object") == "error" else said["error"]
+        return str(error["message"]), error.get("type"), error.get("code")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError, IndexError):
         return None
