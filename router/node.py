@@ -70,6 +70,10 @@ class NodeInfo(msgspec.Struct, frozen=True):
     waiting: int | None = None  # requests
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        return () if self.served_model_name is None else (self.served_model_name, *self.other_model_names)
+
+    @property
     def pages_free(self) -> int | None:
         """Pages that a new request could have: free ones, and those that only a cache holds."""
         return None if self.pages is None else self.pages.free + self.pages.cached
@@ -151,7 +155,8 @@ class Node:
         return self.configured_bootstrap_port or self.info.bootstrap_port or self.info.disaggregation_bootstrap_port
 
     def serves(self, model: str | None) -> bool:
-        return model is None or self.info.served_model_name in (model, None) or model in self.info.other_model_names
+        names = self.info.model_names
+        return model is None or not names or model in names
 
     def sent(self) -> None:
         """A request goes to it. To be called for every one: it may be the breaker's trial."""

@@ -81,8 +81,7 @@ class NodeTable:
         """Every model a node has reported, also of nodes that are away; with one node that serves it, a usable one if there is."""
         if self._models_version != self.version:
             nodes = sorted((node for node in self.all if node.probed), key=lambda node: node.usable)
-            self._models = {name: node for node in nodes if node.info.served_model_name is not None
-                            for name in (node.info.served_model_name, *node.info.other_model_names)}  # fmt: skip
+            self._models = {name: node for node in nodes for name in node.info.model_names}
             self._models_version = self.version
         return self._models
 

@@ -107,13 +107,10 @@ async def test_load_is_read_and_is_no_change() -> None:
         nodes, node, info = made.router.nodes, made.router.nodes.decode[0], made.decodes[0].info
         await until(lambda: len(made.decodes[0].gets) > 4, "settled")
         version = nodes.version
-        probed: list[Node] = []
-        nodes.probed.append(probed.append)
         info.update(pages={"free": 5, "cached": 7, "held": 8, "quarantined": 0, "total": 20}, running=3, waiting=4, max_running_requests=8)
         await until(lambda: node.info.running == 3, "read")
         assert (node.info.pages_free, node.info.pages_total, node.info.waiting, node.info.max_running_requests) == (12, 20, 4, 8)
         assert (node.info.tokens_free, node.info.tokens_total) == (12 * info["page_size"], 20 * info["page_size"])
-        assert node in probed
         assert nodes.version == version
         info["context_length"] = 77
         await until(lambda: node.info.context_length == 77, "read")
