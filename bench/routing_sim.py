@@ -211,7 +211,8 @@ class Cluster:
         self.pairing = Pairing(self.nodes, config, self.time)
         self.answered: list[Answered] = []
         for node in self.nodes.prefill:
-            node.probe_succeeded(NodeInfo(), node.num_blames)
+            num_pages = self.prefills[node].spec.cache_tokens // PAGE_TOKENS
+            node.probe_succeeded(NodeInfo(page_size=PAGE_TOKENS, pages=PageCounts(num_pages, 0, num_pages)), node.num_blames)
         self._probe()
 
     def run(self, jobs: Sequence[Job]) -> list[Answered]:

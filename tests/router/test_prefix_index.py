@@ -44,9 +44,9 @@ def test_match_changes_nothing() -> None:
     index = PrefixIndex(1024)
     (a,) = nodes(1)
     index.placed([a], ask(words("x", 4096)))
-    before = list(index._holders.items())
+    before = list(index._blocks.items())
     index.match(ask(words("x", 4096)))
-    assert list(index._holders.items()) == before
+    assert list(index._blocks.items()) == before
 
 
 def test_least_recently_sent_go_first_and_of_a_prompt_its_end() -> None:
@@ -97,7 +97,7 @@ def test_bits_of_nodes_that_come_and_go_do_not_pile_up() -> None:
         assert index.match(ask(words(str(number), 4096))) == {node: 1024}
         assert index.match(ask(words(str(number - 1), 4096))) == {}
         index.forget(node)
-    assert max(holders.bit_length() for holders in index._holders.values()) < 80  # 1024 blocks are 64 such prompts
+    assert max(bits.bit_length() for bits, _ in index._blocks.values()) < 80  # 1024 blocks are 64 such prompts
 
 
 def test_prefixes_go_with_a_node_that_leaves_or_restarts() -> None:
