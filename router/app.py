@@ -23,11 +23,12 @@ from starlette.routing import Route
 from common.config import JsonObject, RouterConfig
 from common.errors import Failure, not_found
 from common.http_exchange import ID_HEADER, Message, Receive, Scope, Send, request_id_of
-from common.metrics import METRICS_CONTENT_TYPE, render
+from common.metrics import METRICS_CONTENT_TYPE
 from router.admin import describe
 from router.completions import INTERNAL_FAILURE, CompletionProxy
 from router.nodes import Node
 from router.pairing import Pairing
+from router.siblings import Siblings
 
 DATA_PATHS = ("/v1/chat/completions", "/v1/completions")
 MAX_PATH_CHARACTERS = 80  # of a client's text in an error
@@ -67,7 +68,7 @@ class Surface:
             self._metrics.http.answered(path, status, time.monotonic() - started_s)
 
 
-def build_app(config: RouterConfig, pairing: Pairing, proxy: CompletionProxy) -> Surface:
+def build_app(config: RouterConfig, pairing: Pairing, proxy: CompletionProxy, siblings: Siblings) -> Surface:
     app = FastAPI(title="pdserve router", version=version("pdserve"), redoc_url=None)
     for path in DATA_PATHS:
         app.router.routes.append(Route(path, proxy, methods=["POST"]))  # here for its 405; POST does not come this way
@@ -76,7 +77,7 @@ def build_app(config: RouterConfig, pairing: Pairing, proxy: CompletionProxy) ->
 
     @app.get("/metrics")
     async def read_metrics() -> Response:
-        return Response(render(proxy.metrics.registry), media_type=METRICS_CONTENT_TYPE)
+        return Response(await siblings.metrics(), media_type=METRICS_CONTENT_TYPE)
 
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)

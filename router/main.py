@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 from dataclasses import dataclass, field
+from functools import partial
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -22,12 +23,16 @@ from common.errors import StartupError
 from common.http_server import HttpServer, bind, raise_file_limit
 from common.launch import STATUS_FD_VARIABLE, Reporter, child_pipes
 from common.logs import configure_logs
+from common.metrics import render
+from router.admin import Admin
 from router.app import build_app
 from router.completions import CompletionProxy
 from router.health import Prober
 from router.legs import NodeClient
 from router.nodes import NodeTable
 from router.pairing import Pairing
+from router.siblings import Siblings
+from router.workers import run_workers
 
 MAX_DRAIN_S = 8.0  # with what follows, gone within 10 s of the signal whatever --shutdown-timeout says
 LAST_WORDS_S = 0.6  # for the in-band errors to reach their sockets
@@ -37,6 +42,8 @@ log = logging.getLogger(__name__)
 
 def run_router(config: RouterConfig) -> int:
     """Serve until a signal; returns the exit code. Raises StartupError."""
+    if config.workers > 1:
+        return run_workers(config)
     supervised = STATUS_FD_VARIABLE in os.environ
     _, reporter = child_pipes()
     try:
@@ -48,12 +55,12 @@ def run_router(config: RouterConfig) -> int:
         raise
 
 
-def serve(config: RouterConfig, listener: socket.socket, reporter: Reporter, supervised: bool) -> int:
-    """The router on a socket that is bound already, its logs configured: all of it, or one worker (workers.py)."""
+def serve(config: RouterConfig, listener: socket.socket, reporter: Reporter, supervised: bool, link: socket.socket | None = None) -> int:
+    """The router on a socket that is bound already, its logs configured: all of it, or one worker, with its link to the others (workers.py)."""
     raise_file_limit()
     gc.freeze()  # what is imported lives for ever and need not be visited by collections
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Router(config, listener, reporter, supervised, NodeTable.of(config)).run())
+        return runner.run(Router(config, listener, reporter, supervised, NodeTable.of(config), link).run())
 
 
 @dataclass(slots=True)
@@ -63,6 +70,7 @@ class Router:
     reporter: Reporter
     supervised: bool
     nodes: NodeTable
+    link: socket.socket | None = None
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -72,7 +80,9 @@ class Router:
         pairing = Pairing(nodes, self.config)
         client = NodeClient(self.config.connect_timeout_s)
         proxy = CompletionProxy(self.config, pairing, client, CollectorRegistry())
-        server = HttpServer(build_app(self.config, pairing, proxy))
+        siblings = Siblings(partial(render, proxy.metrics.registry), Admin(nodes).apply)
+        await siblings.join(self.link)
+        server = HttpServer(build_app(self.config, pairing, proxy, siblings))
         prober = Prober(nodes, client, interval_s=self.config.health_check_interval_s, timeout_s=self.config.connect_timeout_s)
         serving = asyncio.ensure_future(server.serve(sockets=[self.listener]))
         probing = asyncio.ensure_future(prober.run())
@@ -93,6 +103,7 @@ class Router:
             server.stop()
             await asyncio.gather(serving, probing, return_exceptions=True)
             client.close()
+            siblings.close()
             log.info("stopped")
 
     async def _drain(self, proxy: CompletionProxy) -> None:
