@@ -43,7 +43,7 @@ def facts(engine: str | None, answers: Answers) -> dict[str, object]:
     """Fields of NodeInfo (nodes.py) that the answers state. An engine that is not known is read as pdserve."""
     if engine == "vllm":
         model = _model(answers)
-        stated = {"served_model_name": model.get("id"), "context_length": model.get("max_model_len")}
+        stated = {"served_model_name": model.get("id"), "other_model_names": _other_names(answers), "context_length": model.get("max_model_len")}
         return {name: value for name, value in stated.items() if value is not None}
     info = _object(answers, "/server_info") or _object(answers, "/get_server_info")
     return {name: info[name] for name in SGLANG_FACTS if name in info} if engine == "sglang" else info
@@ -61,6 +61,14 @@ def _object(answers: Answers, path: str) -> dict[str, object]:
 
 
 def _model(answers: Answers) -> dict[str, object]:
-    """The first entry of /v1/models: the base model; LoRA adapters come after it."""
+    """The first entry of /v1/models: the base model; its other names and LoRA adapters come after it."""
+    return next(iter(_models(answers)), {})
+
+
+def _other_names(answers: Answers) -> list[str]:
+    return [name for model in _models(answers)[1:] if isinstance(name := model.get("id"), str)]
+
+
+def _models(answers: Answers) -> list[dict[str, object]]:
     models = _object(answers, "/v1/models").get("data")
-    return models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    return [model for model in models if isinstance(model, dict)] if isinstance(models, list) else []

@@ -83,6 +83,20 @@ async def test_what_engine_may_be_said() -> None:
         assert {get.path for get in made.prefills[0].gets} == {"/health", "/v1/models"}
 
 
+async def test_adapters_and_aliases_are_models_too() -> None:
+    async with rig(ready=False) as made:
+        cards = [{"id": name, "owned_by": "vllm", "max_model_len": 99} for name in ("base", "alias", "adapter")]
+        for mock in (*made.prefills, *made.decodes):
+            serve(mock, {**SURFACES["vllm"], "/v1/models": {"data": cards}})
+        nodes = made.router.nodes
+        await until(lambda: all(node.usable for node in nodes.all), "usable")
+        assert list(nodes.models) == ["base", "alias", "adapter"]
+        assert nodes.decode[0].serves("adapter")
+        assert not nodes.decode[0].serves("other")
+        del cards[2]  # unloaded
+        await until(lambda: list(nodes.models) == ["base", "alias"], "seen")
+
+
 async def test_nodes_of_two_engines_are_no_pair() -> None:
     async with rig(ready=False) as made:
         serve(made.decodes[0], SURFACES["vllm"])
