@@ -17,7 +17,7 @@ overload a long prompt is refused where a short one still goes: it is the one th
 What the nodes' load predicts is when the prompt would be computed; where the decode nodes' rows are what is short, it is when one becomes free: as
 many requests as wait for one, times the time that a row is held, by the rows.
 
-With --workers each process has its share of every limit. Everything here happens in one thread, between two of the event loop's turns.
+With --workers each process has its share of every limit (workers.py, keys.py). Everything here happens in one thread, between two of the event loop's turns.
 """
 
 import asyncio
@@ -92,10 +92,10 @@ class Admission:
 
     def __init__(self, config: RouterConfig, predicted_ttft_s: Callable[[Ask], float | None], clock: Callable[[], float] = time.monotonic, *,
                  num_rows: Callable[[], int | None] = lambda: None, loop: asyncio.AbstractEventLoop | None = None) -> None:  # fmt: skip
-        self._most = math.ceil(config.max_concurrent_requests / config.workers)
-        self._queue_size = math.ceil(config.queue_size / config.workers)
+        self._most = config.max_concurrent_requests
+        self._queue_size = config.queue_size
         self._queue_timeout_s = config.queue_timeout_s
-        self._rate = Rate(config.rate_limit / config.workers) if config.rate_limit > 0 else None
+        self._rate = Rate(config.rate_limit) if config.rate_limit > 0 else None
         self._slo_s = config.ttft_slo_s or math.inf
         self._ttft = None if config.ttft_slo_s is None else TtftModel(config.ttft_slo_s)
         self._predicted_ttft_s = predicted_ttft_s

@@ -243,18 +243,6 @@ def test_what_waits_counts_for_its_key_and_refused_requests_count_for_nothing() 
     assert alice.num_open == 2
 
 
-def test_each_of_several_processes_has_its_share() -> None:
-    rig = Rig(workers=4, max_concurrent_requests=8, queue_size=4, rate_limit=40.0)
-    for _ in range(3):
-        rig.enter()
-    assert rig.counts == (2, 1, 3)
-    assert rig.refusal().code == "queue_full"
-    rig = Rig(workers=4, rate_limit=40.0)
-    for _ in range(10):
-        rig.enter()
-    assert rig.refusal().code == "rate_limit"
-
-
 # ---- priority --------------------------------------------------------------------------------------------------------------------
 
 
