@@ -17,7 +17,7 @@ overload a long prompt is refused where a short one still goes: it is the one th
 What the nodes' load predicts is when the prompt would be computed; where the decode nodes' rows are what is short, it is when one becomes free: as
 many requests as wait for one, times the time that a row is held, by the rows.
 
-With --workers each process has its share of every limit (workers.py, keys.py). Everything here happens in one thread, between two of the event loop's turns.
+With --workers each process has its share of every limit (workers.py, keys.py). All happens in one thread, between two turns of the event loop.
 """
 
 import asyncio
