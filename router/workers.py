@@ -28,13 +28,14 @@ One worker is one process, without any of this.
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -79,19 +80,13 @@ def run_workers(config: RouterConfig) -> int:
 
 
 def share_of(config: RouterConfig) -> RouterConfig:
-    """What one of config.workers is started with. Rounded up: no worker has a limit of nothing."""
-
-    def part(name: str) -> int:
-        least: float = next(field.metadata["least"] for field in fields(RouterConfig) if field.name == name)
-        whole: int = getattr(config, name)
-        return max(int(least), -(-whole // config.workers))
-
+    """What one of config.workers is started with. Rounded up: a limit of 1 does not become none."""
     return replace(
         config,
-        max_concurrent_requests=part("max_concurrent_requests"),
-        queue_size=part("queue_size"),
-        prefix_index_size=part("prefix_index_size"),
+        max_concurrent_requests=math.ceil(config.max_concurrent_requests / config.workers),
+        queue_size=math.ceil(config.queue_size / config.workers),
         rate_limit=config.rate_limit / config.workers,
+        prefix_index_size=math.ceil(config.prefix_index_size / config.workers),  # it sees as much less
     )
 
 
