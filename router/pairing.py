@@ -173,7 +173,8 @@ class Pairing:
         fleet = self._fleet(ask.model)
         if self._disaggregation == "never" or not fleet.prefill or not fleet.prefill[0].prefill_load.measured:
             return None
-        return POLICIES["prefill"]["cost"](fleet.prefill, ask, self.knowledge.match(ask))[1]
+        hits = self.knowledge.match(ask)
+        return min(node.prefill_load.done_s(ask.num_tokens - hits.get(node, 0)) for node in fleet.prefill)
 
     def pick(self, model: str | None, tried: Collection[Node] = (), busy: Collection[Node] = ()) -> Pair:
         placement = self.place(Ask(model, 0), tried, busy)

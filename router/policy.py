@@ -5,8 +5,9 @@ request, it picks one, and says what it compared (for metrics). Among equals the
 Registered by role under the name that --policy, --prefill-policy and --decode-policy take.
 
              prefill                                            decode
-cost         soonest done: what is queued there and what of     emptiest, of those that have the pages for prompt and
-             this prompt its cache lacks, at its measured rate  expected answer (load.py: DecodeLoad.fullness)
+cost         least cost: what is queued there and what of this  emptiest, of those that have the pages for prompt and
+             prompt its cache lacks, at its measured rate; the  expected answer (load.py: DecodeLoad.fullness)
+             latter at a price when the fleet is busy (load.py)
 cache_aware  longest known prefix, unless load is uneven        as cost
 least_load   fewest tokens queued to be computed                fewest requests
 power_of_two two drawn, the less loaded of them (Mitzenmacher)  likewise
@@ -59,13 +60,13 @@ def of_two(policy: Policy) -> Policy:
     return pick
 
 
-def soonest_done(nodes: Sequence[Node], ask: Ask, hits: Hits) -> Pick:
+def least_cost(nodes: Sequence[Node], ask: Ask, hits: Hits) -> Pick:
     """Score: seconds; tokens while no rate is known."""
     num_tokens, cached = ask.num_tokens, hits.get
     best, least = nodes[0], math.inf
     for node in nodes:
         load = node.prefill_load
-        cost = (load.num_queued + 1) * load.prompt_s + (load.queued_tokens + num_tokens - cached(node, 0)) * load.token_s
+        cost = (load.num_queued + 1) * load.prompt_s + load.queued_tokens * load.token_s + (num_tokens - cached(node, 0)) * load.new_token_s
         if cost < least:
             best, least = node, cost
     return best, least
@@ -100,7 +101,7 @@ def emptiest(nodes: Sequence[Node], ask: Ask, hits: Hits) -> Pick:
 
 POLICIES: dict[Leg, dict[PolicyName, Policy]] = {
     "prefill": {
-        "cost": soonest_done,
+        "cost": least_cost,
         "cache_aware": longest_prefix,
         "least_load": fewest_queued_tokens,
         "power_of_two": of_two(fewest_queued_tokens),
