@@ -147,5 +147,6 @@ def _info(node: Node, stated: dict[str, object]) -> NodeInfo:
     try:
         return msgspec.convert(stated, NodeInfo, strict=False)
     except msgspec.ValidationError as error:
-        log.debug("what %s says of itself cannot be used: %s", node.url, error)
+        if node.info != NodeInfo() or not node.probed:  # once
+            log.warning("%s node %s is used without the facts it states, which cannot be read: %s", node.leg, node.url, error)
         return NodeInfo()

@@ -32,6 +32,7 @@ Clock = Callable[[], float]
 
 AGREED_FACTS = ("fingerprint", "dtype", "kv_cache_dtype", "page_size", "protocol_version", "context_length", "transfer_backend", "cluster_key_id")
 REMOVED = "was removed"
+NEVER = 1 << 62  # failures in a row: the breaker of a node outside a table does not open
 
 
 class PageCounts(msgspec.Struct, frozen=True):
@@ -105,7 +106,7 @@ class Node:
     leg: Leg
     url: str
     configured_bootstrap_port: int | None = None
-    breaker: Breaker = field(default_factory=lambda: Breaker(5, 2.0))
+    breaker: Breaker = field(default_factory=lambda: Breaker(NEVER, 0.0))
     clock: Clock = time.monotonic
     changed: Callable[[], None] = _nothing  # called when something has that decides who is used
     restarted: "Callable[[Node], None]" = _nothing  # called when it has: what it had in memory is gone

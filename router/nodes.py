@@ -15,6 +15,7 @@ from router.node import AGREED_FACTS, REMOVED, Clock, Leg, Node, NodeInfo, PageC
 
 __all__ = ["AGREED_FACTS", "Leg", "Node", "NodeInfo", "NodeTable", "PageCounts", "candidates", "disagreement"]
 
+DEFAULTS = RouterConfig()
 FITS_ALL = {"transfer_backend": "auto"}  # a value that agrees with every other; whether two do have a common way, their own Hello says
 
 
@@ -45,27 +46,24 @@ class NodeTable:
     every prefix. They must not raise.
     """
 
-    def __init__(self, *, failure_threshold: int = 5, breaker_timeout_s: float = 2.0, engine: str | None = None,
-                 kv_connector: str = "auto", clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: RouterConfig = DEFAULTS, clock: Clock = time.monotonic) -> None:
+        """Empty: what the configuration says of nodes is not read, only how they are treated."""
         self.prefill: tuple[Node, ...] = ()
         self.decode: tuple[Node, ...] = ()
         self.version = 0
         self.added: list[Callable[[Node], None]] = []
         self.removed: list[Callable[[Node], None]] = []
         self.restarted: list[Callable[[Node], None]] = []
-        self._failure_threshold = failure_threshold
-        self._breaker_timeout_s = breaker_timeout_s
-        self.engine = engine  # of all nodes; None: each is asked
-        self.kv_connector = kv_connector  # of vLLM nodes
+        self.engine = None if config.engine == "auto" else config.engine  # of all nodes; None: each is asked
+        self.kv_connector = config.kv_connector  # of vLLM nodes
+        self._config = config
         self._clock = clock
         self._models: dict[str, Node] = {}
         self._models_version = -1
 
     @classmethod
     def of(cls, config: RouterConfig, clock: Clock = time.monotonic) -> "NodeTable":
-        engine = None if config.engine == "auto" else config.engine
-        table = cls(failure_threshold=config.cb_failure_threshold, breaker_timeout_s=config.cb_timeout_s, engine=engine,
-                    kv_connector=config.kv_connector, clock=clock)
+        table = cls(config, clock)
         for text in config.prefill:
             table.add("prefill", text)
         for text in config.decode:
@@ -98,7 +96,7 @@ class NodeTable:
                 known.configured_bootstrap_port = port or known.configured_bootstrap_port
                 self.undrain(known)
                 return known
-        breaker = Breaker(self._failure_threshold, self._breaker_timeout_s)
+        breaker = Breaker(self._config.cb_failure_threshold, self._config.cb_timeout_s)
         node = Node(leg, url, port, breaker, self._clock, self._changed, self._restarted, engine=self.engine)
         self._replace(leg, (*self._of_leg(leg), node))
         self._tell(self.added, node)

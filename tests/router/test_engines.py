@@ -14,6 +14,7 @@ from mock_node import DONE, INFO, WHOLE, MockNode, Rooms, mock_nodes
 from mock_sglang import GENERATE, MockSglang
 from mock_vllm import MockVllm, Parked
 
+from common.config import RouterConfig
 from common.errors import RequestError
 from router.engines import DETECT_PATHS, ENGINES, Engine, Outgoing, detect, engines_for, facts
 from router.engines.vllm import mooncake_engines
@@ -214,7 +215,7 @@ def test_mooncake_bootstrap_server_that_is_none(answer: bytes) -> None:
 @pytest.mark.parametrize("connector", ["mooncake", "nixl"])
 async def test_mooncake_engine_ids_are_asked_of_the_bootstrap_server(connector: str) -> None:
     """The nixl mock has none."""
-    nodes, mock = NodeTable(kv_connector="mooncake"), MockVllm("prefill", Parked(), connector)
+    nodes, mock = NodeTable(RouterConfig(kv_connector="mooncake")), MockVllm("prefill", Parked(), connector)
     await mock.start()
     node, client = nodes.add("prefill", f"{mock.url},{mock.port}"), NodeClient(2.0)
     try:
