@@ -53,8 +53,21 @@ NIXL_PARAMS = (
 )
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None  # with --enable-prompt-tokens-details
+
+
 class _Reply(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    usage: _Usage | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return None if self.usage is None or self.usage.prompt_tokens_details is None else self.usage.prompt_tokens_details.cached_tokens
 
 
 class _Parked(msgspec.Struct):
@@ -160,15 +173,19 @@ def _room(out: Outgoing) -> int:
 
 
 def _parked(reply: bytes) -> bytes | None:
-    """The parameters in a prefill node's reply; None when it keeps no pages for anyone, of which a decode node must not be told: its
-    connector takes a prompt without remote blocks for an error of its own. Raises RequestError 502 when this is no such reply."""
+    """The parameters in a prefill node's reply, with what its cache held of the prompt, which the decode node then reports as usage; else that
+    would be all it has read. None when P keeps no pages for anyone: of that a decode node must not be told, its engine stops with an
+    assertion. Raises RequestError 502 when this is no such reply."""
     try:
-        params = bytes(_decode_reply(reply).kv_transfer_params)
+        answer = _decode_reply(reply)
+        params = bytes(answer.kv_transfer_params)
         parked = _decode_parked(params)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what = f"the prefill node's reply is not a vLLM completion: {error}"
         raise RequestError(Failure(502, what, code="node_failed", stage="prefill")) from None
-    return params if parked is not None and parked.remote_block_ids else None
+    if parked is None or not parked.remote_block_ids:
+        return None
+    return params if answer.cached_tokens is None else b'%s,"remote_prefill_cached_tokens":%d}' % (params[:-1], answer.cached_tokens)
 
 
 NIXL = Nixl()

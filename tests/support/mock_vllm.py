@@ -77,7 +77,8 @@ class MockVllm(MockNode):
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         if limit != 1 or body.get("stream") or (body.get("n") or 1) != 1:
             raise self._fault(f"a prefill node generates an answer: {body}")
-        reply: dict[str, Any] = {"object": "text_completion", "choices": [], "usage": {"prompt_tokens": 5}, "kv_transfer_params": None}
+        reply: dict[str, Any] = {"object": "text_completion", "choices": [], "kv_transfer_params": None}
+        reply["usage"] = {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
         if not self.parks:
             return reply
         stopped = not body.get("ignore_eos")  # as if its first token were EOS
@@ -114,6 +115,8 @@ class MockVllm(MockNode):
                 raise self._fault(f"the engine core dies of an assertion: {params}")
             if b'"a_later_version":1.50' not in request.body.replace(b" ", b""):
                 raise self._fault("the parameters were changed on the way")
+            if params.get("remote_prefill_cached_tokens") != 3:
+                raise self._fault("the answer's usage counts what was read as cached")
             key = (params["remote_engine_id"], params["remote_request_id"])
         pages = self.parked.pages.pop(key, None)
         if pages is None or pages.get("blocks", params.get("remote_block_ids")) != params.get("remote_block_ids"):
