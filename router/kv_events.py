@@ -23,11 +23,13 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from common.config import RouterConfig
+from common.errors import StartupError
 from router.ask import Ask
 from router.exact_index import ExactPrompt, HeldBlocks
 from router.kv_event_wire import DEFAULT_PORT, Cleared, NotAnEvent, Removed, Stored, read_message
 from router.nodes import Node, NodeTable
-from router.prefix_index import PrefixKnowledge
+from router.prefix_index import PrefixIndex, PrefixKnowledge
 from router.prompt_tokens import PromptReader
 
 REFRESH_S = 0.5  # how soon a node's first good probe, its restart or its leaving is acted on; and a subscription made anew at most as often
@@ -139,6 +141,13 @@ class KnownPrefixes:
         self._subscriptions: dict[Node, Subscription] = {}
         self._unreachable: dict[Node, str] = {}  # endpoints that are none, said already
         self.counts = Counts()
+
+    @classmethod
+    def of(cls, config: RouterConfig, nodes: NodeTable) -> "KnownPrefixes":
+        """Raises StartupError when there is no tokenizer."""
+        if config.tokenizer_path is None:
+            raise StartupError("--kv-events needs the tokens of prompts; give --tokenizer-path DIRECTORY, with the tokenizer.json that the nodes use")
+        return cls(nodes, PrefixIndex(config.prefix_index_size), PromptReader.from_dir(config.tokenizer_path))
 
     async def read(self, ask: Ask) -> None:
         """Find the tokens of the prompt, before it is placed. For a prompt that has none here nothing changes."""

@@ -92,14 +92,15 @@ async def running(watch: Watch) -> AsyncIterator[asyncio.Task[int]]:
 
 
 async def test_router_is_started_with_the_ports_the_nodes_took(make: Callable[..., Watch]) -> None:
-    watch = make(2, 1, policy="random")
+    watch = make(2, 1, policy="random", kv_events=True)
     async with running(watch):
         prefill, decode, [router] = watch.starts("prefill"), watch.starts("decode"), watch.starts("router")
         assert (len(prefill), len(decode)) == (2, 1)
         listed = {word for word in router.argv if word.startswith("--prefill=")}
         assert listed == {f"--prefill=http://127.0.0.1:{node.port},{node.bootstrap_port}" for node in prefill}
         assert f"--decode=http://127.0.0.1:{decode[0].port}" in router.argv
-        assert "--policy=random" in router.argv
+        assert {"--policy=random", "--kv-events", "--tokenizer-path=/models/m"} <= set(router.argv)
+        assert all("--kv-events-port=0" in node.argv for node in (*prefill, *decode))
 
 
 async def test_nodes_get_their_flags_and_free_loopback_ports(make: Callable[..., Watch]) -> None:

@@ -27,7 +27,7 @@ def test_hosts_that_can_be_advertised(host: str) -> None:
     check_node(config(advertise_host=host))
 
 
-@pytest.mark.parametrize("flag", ["port", "bootstrap_port", "transfer_port"])
+@pytest.mark.parametrize("flag", ["port", "bootstrap_port", "transfer_port", "kv_events_port"])
 def test_a_port_in_use_is_named_with_its_flag(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -47,6 +47,11 @@ def test_one_port_for_two_purposes() -> None:
 def test_swap_without_space() -> None:
     with pytest.raises(StartupError, match="--preemption-mode swap needs --swap-space"):
         check_node(config(preemption_mode="swap", swap_space=0.0))
+
+
+def test_events_of_a_cache_that_is_off() -> None:
+    with pytest.raises(StartupError, match="--disable-radix-cache leaves it empty"):
+        check_node(config(kv_events_port=0, disable_radix_cache=True))
 
 
 def test_the_longest_peer_timeout_fits_hello() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,14 @@ async def test_a_real_schedulers_prompts_are_found(world: World) -> None:
     scheduler.cache.release(rest)
     assert len(rest) < 8
     await world.settled(lambda: world.hits(ask)[0] == len(rest) * PAGE, "what is left of it")
+
+
+def test_kv_events_need_a_tokenizer(tmp_path: Path) -> None:
+    config = RouterConfig(kv_events=True)
+    with pytest.raises(StartupError, match="give --tokenizer-path DIRECTORY"):
+        KnownPrefixes.of(config, NodeTable.of(config))
+    with pytest.raises(StartupError, match=r"has no tokenizer\.json"):
+        KnownPrefixes.of(replace(config, tokenizer_path=str(tmp_path)), NodeTable.of(config))
 
 
 async def test_following_ends_with_its_subscriptions(world: World) -> None:
