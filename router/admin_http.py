@@ -26,7 +26,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from common.config import JsonObject
+from common.cluster_key import is_loopback
+from common.config import JsonObject, RouterConfig
 from common.errors import Failure, RequestError, StartupError, invalid, too_large
 from common.http_exchange import Headers
 from common.secret_file import read_bearer_token
@@ -41,12 +42,22 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Send = Callable[[JsonObject], Awaitable[JsonObject | None]]
 
 
-def bearer_check(path: str | None) -> Check:
-    """What raises RequestError 401 for a request without the key that is in the file `path`; None: 403 for changes by browsers.
+def admin_check(config: RouterConfig) -> Check | None:
+    """Raises RequestError for a request that may not use the admin surface: 401 without the key where there is one, else 403 for changes by
+    browsers. None: there is no admin surface. Raises StartupError for a key file that cannot be used, and for a surface open to all."""
+    if config.admin_api_key_file is not None:
+        return _key_check(config.admin_api_key_file)
+    if config.admin_port is None:
+        return None
+    if not is_loopback(config.admin_host):
+        raise StartupError(
+            f"--admin-host {config.admin_host} is open to other machines, and without a key everybody there could add nodes and be sent prompts; "
+            "give --admin-api-key-file (`openssl rand -hex 32` makes a key), or bind 127.0.0.1"
+        )
+    return _refuse_browsers
 
-    Raises StartupError for a file that cannot be used."""
-    if path is None:
-        return _refuse_browsers
+
+def _key_check(path: str) -> Check:
     try:
         expected = hashlib.sha256(read_bearer_token(path).encode()).digest()
     except ValueError as error:

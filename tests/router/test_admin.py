@@ -16,7 +16,7 @@ from router_harness import CHAT, Rig, rig, until
 from common.config import JsonObject, RouterConfig
 from common.errors import RequestError, StartupError
 from router.admin import Admin
-from router.admin_http import MAX_BODY_BYTES, admin_app, bearer_check
+from router.admin_http import MAX_BODY_BYTES, admin_app, admin_check
 from router.nodes import Node, NodeInfo, NodeTable
 
 P, D, D2 = "http://p:1", "http://d:1", "http://d2:1"
@@ -36,7 +36,9 @@ async def surface(nodes: NodeTable, key_file: str | None = None) -> AsyncIterato
     async def send(command: JsonObject) -> JsonObject:
         return admin.apply(command)
 
-    transport = httpx.ASGITransport(admin_app(admin, send, bearer_check(key_file)))
+    check = admin_check(RouterConfig(admin_port=0, admin_api_key_file=key_file))
+    assert check is not None
+    transport = httpx.ASGITransport(admin_app(admin, send, check))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin", trust_env=False, verify=False) as client:
         yield client
 
@@ -192,7 +194,15 @@ async def test_the_key_is_asked_for(tmp_path: Path) -> None:
         assert (await client.delete(f"/workers/{P}", headers=headers)).status_code == 200
     file.chmod(0o644)
     with pytest.raises(StartupError, match=r"--admin-api-key-file .* is open to other users"):
-        bearer_check(str(file))
+        admin_check(RouterConfig(admin_api_key_file=str(file)))
+
+
+def test_there_is_no_admin_surface_for_everybody() -> None:
+    assert admin_check(RouterConfig()) is None
+    assert admin_check(RouterConfig(admin_port=0, admin_host="::1")) is not None
+    for host in ("0.0.0.0", "10.0.0.1", "::"):
+        with pytest.raises(StartupError, match="give --admin-api-key-file"):
+            admin_check(RouterConfig(admin_port=0, admin_host=host))
 
 
 async def test_without_a_key_browsers_change_nothing() -> None:
