@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from mock_node import DONE, INFO, WHOLE, MockNode, Rooms, mock_nodes
 from mock_sglang import GENERATE, MockSglang
-from mock_vllm import MockVllm, Parked
+from mock_vllm import ONE_TOKEN, REFUSED, MockVllm, Parked
 
 from common.config import RouterConfig
 from common.errors import RequestError
@@ -246,23 +246,22 @@ def test_mooncake_legs_of_one_attempt_share_an_id_and_those_of_two_do_not() -> N
     assert first != second
 
 
-NAIVE_PREFILL_LEGS = {
-    "max_completion_tokens left": {"max_completion_tokens": 99},
-    "stream_options left": {"stream_options": {"include_usage": True}},
-    "min_tokens left": {"min_tokens": 5},
-    "min_tokens null": {"min_tokens": None},
-    "n left": {"n": 2},
-    "limit that is no integer": {"max_tokens": 1.5},
-}
-
-
-@pytest.mark.parametrize("name", NAIVE_PREFILL_LEGS)
+@pytest.mark.parametrize("name", REFUSED)
 async def test_the_vllm_mock_refuses_what_vllm_refuses(name: str) -> None:
-    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    path, body = REFUSED[name]
+    async with vllm() as made:
+        for node in (made.prefill, made.decode):
+            reply = await made.client.post(node.url + path, json=body)
+            assert reply.status_code == 400
+            assert reply.json()["error"]["code"] == 400
+
+
+@pytest.mark.parametrize("left", [{"max_completion_tokens": 99}, {"n": 2}, {"stream": True}, {"kv_transfer_params": {}}])
+async def test_the_vllm_mock_refuses_prefill_legs_that_vllm_would_serve(left: dict[str, Any]) -> None:
+    """Real nodes would generate an answer for nobody, or park pages that nobody reads."""
     async with pair(node := MockVllm("prefill", Parked()), MockVllm("decode", node.parked), NIXL) as made:
-        good = {"messages": [{}], "max_tokens": 1, "kv_transfer_params": params}
-        assert (await made.client.post(node.url + CHAT, json=good)).status_code == 200
-        assert (await made.client.post(node.url + CHAT, json={**good, **NAIVE_PREFILL_LEGS[name]})).status_code in (400, 500)
+        assert (await made.client.post(node.url + CHAT, json={"messages": [{}], **ONE_TOKEN})).status_code == 200
+        assert (await made.client.post(node.url + CHAT, json={"messages": [{}], **ONE_TOKEN, **left})).status_code == 500
 
 
 async def test_the_vllm_mock_lets_pages_be_read_once_and_by_the_same_prompt() -> None:

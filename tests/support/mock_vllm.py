@@ -23,7 +23,26 @@ NULLABLE = {  # what may be null, by endpoint
     "/v1/chat/completions": {"max_tokens", "max_completion_tokens", "n", "top_logprobs", "prompt_logprobs", "seed", "stream", "logprobs"},
     "/v1/completions": {"max_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs", "seed", "stream", "echo", "logprobs"},
 }
+MESSAGE = {"role": "user", "content": "a"}
 PULL_PARAMS = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port", "tp_size")
+
+ONE_TOKEN = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+# What real nodes answer 400 (tests/peers/test_vllm.py) and the mock must: prefill legs of routers that change max_tokens and no more, bad requests.
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "stream_options left": ("/v1/chat/completions", {"messages": [MESSAGE], **ONE_TOKEN, "stream": False, "stream_options": {"include_usage": True}}),
+    "min_tokens left": ("/v1/chat/completions", {"messages": [MESSAGE], **ONE_TOKEN, "min_tokens": 5}),
+    "min_tokens null": ("/v1/completions", {"prompt": "a", **ONE_TOKEN, "min_tokens": None}),
+    "n null": ("/v1/completions", {"prompt": "a", **ONE_TOKEN, "n": None}),
+    "no integer": ("/v1/completions", {"prompt": "a", "max_tokens": 1.5}),
+    "no tokens": ("/v1/completions", {"prompt": "a", "max_tokens": 0}),
+    "no prompt": ("/v1/completions", {"prompt": ""}),
+    "no messages": ("/v1/chat/completions", {"max_tokens": 1}),
+    "no tools": ("/v1/chat/completions", {"messages": [MESSAGE], "tools": []}),
+    "tool_choice alone": ("/v1/chat/completions", {"messages": [MESSAGE], "tool_choice": "required"}),
+    "top_logprobs alone": ("/v1/chat/completions", {"messages": [MESSAGE], "top_logprobs": 2}),
+    "prompt_logprobs streamed": ("/v1/completions", {"prompt": "a", "stream": True, "prompt_logprobs": 1}),
+    "parameters that are none": ("/v1/completions", {"prompt": "a", "kv_transfer_params": [1]}),
+}
 
 
 class Refused(Exception):
