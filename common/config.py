@@ -86,7 +86,7 @@ class NodeConfig(HttpConfig):
     peer_timeout_s: float = flag(3.0, "a peer silent for this long is lost: its requests end, its pages are fenced. Six heartbeats; a killed process is noticed at once", unit="s", name="peer-timeout", least=0.1, most=MAX_PEER_TIMEOUT_S)
     cluster_key_file: str | None = flag(None, "file with the cluster's key, the same on every node, readable by its owner only: `(umask 077; openssl rand -hex 32 > FILE)`. Control connections between nodes are authenticated and encrypted with it (CURVE), nodes without it are refused; KV pages are not encrypted")
     allow_unauthenticated: bool = flag(False, "bind an address other than loopback without --cluster-key-file; everybody who reaches it can then make offers and write KV pages")
-    kv_events_port: int | None = flag(None, "port on which stored and removed KV blocks are published (ZMQ PUB, vLLM's messages); 0: any free one; default: nothing is published", least=0, most=MAX_PORT)
+    kv_events_port: int | None = flag(None, "port on which stored and removed KV pages are published for routers (ZMQ, messages as SGLang's and vLLM's), on --host; whoever reaches it can read prompts. 0: any free one; default: nothing is published", least=0, most=MAX_PORT)
     otlp_traces_endpoint: str | None = flag(None, "URL that spans are sent to (OTLP over HTTP), such as http://collector:4318/v1/traces; needs the otel extra")
     offer_timeout_s: float = flag(30.0, "how long a prefill node keeps a decode node's offer whose request has not come; both legs of a request are sent at once", unit="s", name="offer-timeout", least=0.1)
 
@@ -104,7 +104,7 @@ class RouterConfig(HttpConfig):
     prefill_policy: PolicyName | None = flag(None, "policy for prefill nodes; default: --policy")
     decode_policy: PolicyName | None = flag(None, "policy for decode nodes; default: --policy (cache_aware there is cost)")
     prefix_index_size: int = flag(1 << 17, "blocks of prompts that are remembered with the nodes that computed them, oldest forgotten first; a prompt of 4 KiB has about 16", unit="blocks", least=1024, most=1 << 26)
-    kv_events: bool = flag(False, "know what prefill nodes cache from their own KV events (ZMQ) instead of from what was sent to them; needs --tokenizer-path, and nodes that publish")
+    kv_events: bool = flag(False, "know what nodes cache from their own KV events instead of from what was sent to them; needs --tokenizer-path, and nodes that publish (--kv-events-port; of vLLM and SGLang on 5557). With `up` the nodes do, and the tokenizer is theirs")
     tokenizer_path: str | None = flag(None, "directory with the model's tokenizer and chat template, for --kv-events")
     disaggregation: Literal["require", "prefer", "never"] = flag("require", "where prompts are computed: require: always on a prefill node, 503 without one; prefer: on the decode node when little of the prompt is uncached there or no prefill node is usable; never: always on the decode node. The answer says which")
     min_uncached_tokens: int = flag(64, "with prefer: prompts with fewer uncached tokens are computed on the decode node; 0: only when there is no prefill node", unit="tokens", least=0, most=MAX_TOKENS)
