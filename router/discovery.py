@@ -37,6 +37,7 @@ class PodNodes:
         self._leg: Leg = leg
         self._nodes = nodes
         self._default_port = default_port
+        self.is_listed = asyncio.Event()  # once
         self._known: dict[str, tuple[str, Node]] = {}  # by the pod's uid: the node, and its text as a flag would have it
 
     def listed(self, pods: list[Pod]) -> None:
@@ -46,6 +47,7 @@ class PodNodes:
             self._forget(uid, gone=False)  # gone or relabelled: a list does not say
         for pod in pods:
             self.changed(pod)
+        self.is_listed.set()
 
     def changed(self, pod: Pod) -> None:
         """It is new, or not as before."""
@@ -100,11 +102,21 @@ class Discovery:
         if not any(selector for _, selector in selectors):
             raise StartupError("--service-discovery is not told which pods are nodes; give --prefill-selector and --decode-selector")
         namespace = config.service_discovery_namespace or _own_namespace()
+        found = {leg: (selector, PodNodes(leg, nodes, config.service_discovery_port)) for leg, selector in selectors if selector is not None}
+        self.pods = [pods for _, pods in found.values()]
         self.watches = [
-            PodWatch(connect(), asyncio.get_running_loop(), PodNodes(leg, nodes, config.service_discovery_port), leg, namespace, selector)
-            for leg, selector in selectors
-            if selector is not None
+            PodWatch(connect(), asyncio.get_running_loop(), pods, leg, namespace, selector) for leg, (selector, pods) in found.items()
         ]
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Wait until the table has every pod that there was at the start; False when the API server does not say in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                for pods in self.pods:
+                    await pods.is_listed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def run(self) -> None:
         """Until cancelled. Threads of its own, not the loop's executor: that would be waited for at exit."""

@@ -16,7 +16,8 @@ def main(payload: bytes, reporter: Reporter) -> None:
     told = msgspec.json.decode(payload, type=WorkerPayload)
     config = told.config
     configure_logs(config.log_level, f"router:{config.port}/{told.number}")
-    with socket.socket(fileno=told.link_fd) as link, bind(config.host, config.port, reuse_port=True) as listener:
+    # it listens when it is about to serve (main.py)
+    with socket.socket(fileno=told.link_fd) as link, bind(config.host, config.port, reuse_port=True, listen=False) as listener:
         status = serve(config, listener, reporter, supervised=True, link=link)
     sys.exit(status)
 

@@ -8,7 +8,8 @@ Every worker binds the port with SO_REUSEPORT, and Linux gives each new connecti
 supervisor binds it too and never listens: so port 0 is one port for all, and the port stays taken while workers are started again.
 It is free of other listeners at the start, also of such as have SO_REUSEPORT, or two routers would share their clients unawares.
 
-A worker that dies is started again, one whose event loop stands still is killed first. What it had under way is lost with it, and so
+A worker that dies is started again, one whose event loop stands still is killed first. It listens again when it has probed the nodes:
+the others serve meanwhile, and it would refuse what they do not. What it had under way is lost with it, and so
 are connections that waited in its queue to be accepted: their clients see a reset (Linux can hand these to another worker:
 net.ipv4.tcp_migrate_req=1). A worker that ends in order serves its queue first.
 

@@ -308,6 +308,21 @@ async def test_a_fault_of_ours_ends_the_task_and_is_not_lost_in_a_thread(api: Ku
             await found.run()
 
 
+async def test_settled_is_when_every_selector_has_been_listed(api: KubeApi) -> None:
+    await api.put("p", ip="10.0.0.1", **P)
+    api.refusal = (503, "not yet")
+    nodes = NodeTable.of(CONFIG)
+    found = Discovery(CONFIG, nodes)
+    running = asyncio.ensure_future(found.run())
+    assert not await found.settled(0.01)
+    api.refusal = None
+    assert await found.settled(10)
+    assert urls(nodes) == (["http://10.0.0.1:8000"], [])
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 async def test_one_selector_follows_one_role(api: KubeApi) -> None:
     await api.put("p", ip="10.0.0.1", **P)
     async with discovered(RouterConfig(**{**_fields(CONFIG), "decode_selector": None, "decode": ("http://10.0.0.9:1",)})) as nodes:
