@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PACKAGES := common kvtransfer prefill_node decode_node router
 SOURCES := pdserve.py $(PACKAGES) bench tests
 
-.PHONY: help serve test check lint model bench compare clean
+.PHONY: help serve test check lint model bench compare vllm clean
 
 help:
 	@sed -n 's/^# \(make [a-z]*:.*\)/\1/p' $(MAKEFILE_LIST)
@@ -44,6 +44,11 @@ bench: $(VENV)/test.stamp
 # make compare: pdserve beside vLLM, a core a node; PEER_PYTHON is the python of vLLM's environment (bench/README.md), ARGS are more flags
 compare: $(VENV)/test.stamp
 	@$(BIN)/python bench/compare.py --peer-python "$(or $(PEER_PYTHON),$(error make compare needs PEER_PYTHON=PATH: see 'Beside vLLM' in bench/README.md))" $(ARGS)
+
+# make vllm: our router in front of two real vLLM nodes; VLLM_PYTHON is the python of vLLM's environment (bench/README.md); takes minutes
+vllm: $(VENV)/test.stamp
+	@VLLM_PYTHON="$(or $(VLLM_PYTHON),$(error make vllm needs VLLM_PYTHON=PATH: see 'Beside vLLM' in bench/README.md))" \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/peers/test_vllm.py $(ARGS)
 
 # make clean: removes .venv, caches and build output; the model cache stays
 clean:

@@ -94,7 +94,7 @@ def test_make_targets_exist() -> None:
 def test_make_without_a_target_lists_them() -> None:
     done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     targets = [line.split(":")[0] for line in done.stdout.splitlines()]
-    assert targets == ["make serve", "make test", "make lint", "make model", "make bench", "make compare", "make clean"]
+    assert targets == ["make serve", "make test", "make lint", "make model", "make bench", "make compare", "make vllm", "make clean"]
 
 
 def test_every_package_is_in_the_module_map() -> None:
