@@ -1,14 +1,14 @@
 """Traces of requests, across router and nodes: what the product uses of them, without OpenTelemetry (common/otel.py has that).
 
-    request                     router, SERVER; its parent is the client's span, if the client sent a `traceparent`
-      queue                     admission
-      leg prefill               CLIENT; one for each try
-        request                 prefill node, SERVER
+    POST /v1/completions        router, SERVER; its parent is the client's span, if the client sent a `traceparent`
+      queue                     admission, for those that wait
+      prefill leg               CLIENT; one for each try
+        POST /v1/completions    prefill node, SERVER
           queued                until it got pages
           prefill               until token 1 is known
           transfer              from the first pages posted to all of them delivered
-      leg decode
-        request                 decode node, SERVER
+      decode leg
+        POST /v1/completions    decode node, SERVER
           queued
           waiting for KV        from the offer to the last page
           decode                from token 1 to the last one

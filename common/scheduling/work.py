@@ -137,6 +137,9 @@ class Work:
 
     def launch(self, plan: Plan) -> Launched:
         """Have the model run: KV written, one token drawn for each row that samples. What is known of the outcome is written down."""
+        if isinstance(plan, ExtendPlan):
+            for request in plan.admitted:
+                self._outbox.spans.admitted(request, RECOMPUTE if request.output_ids else PREFILL)
         launched_s = time.perf_counter()
         launched = self._runner.launch(plan.batch)
         self.pipeline.add(plan, launched, launched_s)
@@ -144,8 +147,6 @@ class Work:
         if isinstance(plan, ExtendPlan):
             self.num_extend_steps += 1
             self.num_extended_tokens += len(plan.batch.token_ids)
-            for request in plan.admitted:
-                self._outbox.spans.admitted(request, RECOMPUTE if request.output_ids else PREFILL)
             for request in self.extending.launched(plan, step):
                 self.running.join(request, being_drawn=1)
         else:

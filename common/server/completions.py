@@ -46,7 +46,7 @@ class CompletionEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, scope["state"]["request_id"])
-        span = None if self._tracing is None else self._tracing.begin("request", exchange.headers)
+        span = None if self._tracing is None else self._tracing.begin(f"POST {exchange.path}", exchange.headers)
         failure: Failure | None = None
         try:
             await self._serve(exchange, span)

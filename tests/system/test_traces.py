@@ -39,8 +39,8 @@ def ask(cluster: Cluster, **headers: str) -> None:
 
 def wait_for(cluster: Cluster, collector: Collector, service: str) -> Got:
     """The node's span of the request, once all that belongs below it is there."""
-    cluster.wait_until(lambda: bool(collector.named("request", service)), f"a request span of {service}")
-    (request,) = collector.named("request", service)
+    cluster.wait_until(lambda: bool(collector.named("POST /v1/completions", service)), f"a request span of {service}")
+    (request,) = collector.named("POST /v1/completions", service)
     cluster.wait_until(lambda: len(collector.children(request)) == NUM_PHASES[service], f"the phases of {service}")
     return request
 

@@ -46,6 +46,16 @@ def test_a_local_request() -> None:
     assert not any(span.error for span in node.spans())
 
 
+def test_computing_is_prefill_and_no_queueing(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(late=None)  # a launch that computes, as on CPU
+    launch, times_s = node.runner.launch, list[float]()
+    monkeypatch.setattr(node.runner, "launch", lambda batch: (times_s.append(time.time()), launch(batch), times_s.append(time.time()))[1])
+    node.run_until_answered(node.submit(PROMPT, 5, traceparent=TRACEPARENT))
+    assert the(node, "queued").end_s <= times_s[0]
+    assert the(node, "prefill").start_s <= times_s[0]
+    assert the(node, "prefill").end_s >= times_s[1]
+
+
 def test_nothing_is_said_of_a_request_that_nobody_traces() -> None:
     node = Node()
     node.run_until_answered(node.submit(PROMPT, 5))
