@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from common.config import JsonObject
-from common.errors import Failure, RequestError
+from common.errors import Failure, RequestError, unavailable
 from router.worker_metrics import all_workers
 
 LENGTH_BYTES = 4
@@ -229,17 +229,26 @@ class Siblings:
             await self._joined.wait()
 
     async def metrics(self) -> bytes:
-        """Prometheus text of all workers, each sample with the label `worker`; of this process, without it, when it is alone."""
+        """Prometheus text of all workers, each sample with the label `worker`; of this process, without it, when it is alone.
+        Raises RequestError when the hub does not answer."""
         if self._channel is None:
             return self._render()
-        found = await self._channel.call("metrics", None, 2 * METRICS_TIMEOUT_S)
+        try:
+            found = await self._channel.call("metrics", None, 2 * METRICS_TIMEOUT_S)
+        except (TimeoutError, ConnectionError):
+            raise unavailable("the supervisor of this router's workers does not answer", stage="router") from None
         return all_workers(found["texts"], found["restarts"])
 
     async def broadcast(self, command: JsonObject) -> Any:
-        """Carry out a command in every worker. Raises RequestError when it is refused."""
+        """Carry out a command in every worker. None: that goes on, but has no answer yet. Raises RequestError when it is refused."""
         if self._channel is None:
             return self._apply(command)
-        return await self._channel.call("broadcast", command, 3 * APPLY_TIMEOUT_S)
+        try:
+            return await self._channel.call("broadcast", command, 3 * APPLY_TIMEOUT_S)
+        except TimeoutError:
+            return None
+        except ConnectionError:
+            raise unavailable("the supervisor of this router's workers is gone", stage="router") from None
 
     def close(self) -> None:
         if self._running is not None:

@@ -45,6 +45,7 @@ class Worker:
 class Cluster:
     hub: Hub
     workers: dict[int, Worker] = field(default_factory=dict)
+    _started: list[Worker] = field(default_factory=list)
     _links: list["asyncio.Task[None]"] = field(default_factory=list)
 
     async def start(self, number: int) -> Worker:
@@ -66,6 +67,7 @@ class Cluster:
         async with asyncio.timeout(5):
             await siblings.join(theirs)
         self.workers[number] = Worker(siblings, applied)
+        self._started.append(self.workers[number])
         return self.workers[number]
 
     def freeze(self, number: int) -> socket.socket:
@@ -75,7 +77,7 @@ class Cluster:
         return theirs
 
     async def end(self) -> None:
-        for worker in self.workers.values():
+        for worker in self._started:
             worker.go()
         for link in self._links:
             link.cancel()
@@ -183,6 +185,20 @@ async def test_metrics_are_of_all_workers_whoever_is_asked() -> None:
         assert pages[0] == pages[1] == pages[2]
         assert {key: value for key, value in pages[0].items() if key[0] == "number"} == {("number", (str(n),)): n for n in range(3)}
         assert pages[0]["pdserve_router_worker_restarts_total", ("2",)] == 4
+
+
+async def test_without_the_hub_there_is_a_sentence_or_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings_module, "APPLY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(siblings_module, "METRICS_TIMEOUT_S", 0.01)
+    async with cluster(1) as made:
+        siblings, hub = made.workers[0].siblings, made.hub
+        await hub._one_command.acquire()  # it is busy with others' commands
+        assert await siblings.broadcast(command("drain", "http://a:1")) is None
+        hub._one_command.release()
+        await made.end()
+        for asked in (siblings.metrics(), siblings.broadcast(command("drain", "http://a:1"))):
+            with pytest.raises(RequestError, match="the supervisor of this router's workers"):
+                await asked
 
 
 async def test_ping() -> None:
