@@ -16,7 +16,8 @@ of a node that was not sent it lately too much is thought; it is short, or a con
 A bit of a node that is gone is masked out of what is read, and given to another node only when every entry that may hold it has been
 written again or is gone: after as many new entries as the index holds.
 
-Memory: 13 MB for the default of 65536 blocks, however many prompts come: measured with 1M different ones of 1 KiB, growth of the process.
+Memory, measured as growth of the process over 1M different prompts of 1 KiB: 15 MB for the default of 65536 blocks, 154 MB for a million, 449 MB for
+the four million that these prompts have.
 """
 
 from collections import deque
