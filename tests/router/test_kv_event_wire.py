@@ -12,6 +12,14 @@ from router.kv_event_wire import Cleared, NotAnEvent, Removed, Stored, read_mess
 
 encode = msgspec.msgpack.encode
 TOKENS = list(range(100, 132))
+VLLM_0_32 = bytes.fromhex(
+    "93cb3ff00000000000009481a474797065b0416c6c426c6f636b73436c65617265648ba474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392cf800000"
+    "000000000507b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473980001020304050607aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469"
+    "756da3475055a96c6f72615f6e616d65c0aa65787472615f6b65797392c0c0a967726f75705f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474"
+    "656e74696f6e88a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657391c420787878787878787878787878787878787878787878787878787878787878"
+    "7878b1706172656e745f626c6f636b5f6861736807a9746f6b656e5f6964739409090909aa626c6f636b5f73697a6504a76c6f72615f6964c0a66d656469756da3475055a96c"
+    "6f72615f6e616d65c084a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739107a66d656469756da3475055a967726f75705f6964780000"
+)  # its own structs and encoder: everything cleared, two blocks of 4 tokens, one below the second with a hash of 32 bytes, the second removed
 
 
 def message(batch: Any, sequence: int = 5) -> list[bytes]:
@@ -48,6 +56,16 @@ def test_maps_as_vllm_has_them() -> None:
         assert [type(event) for event in found] == [Stored, Removed, Cleared]
         assert isinstance(found[0], Stored)
         assert (found[0].parent_block_hash, found[0].plain) == (7, True)
+
+
+def test_bytes_that_vllm_wrote() -> None:
+    _, (cleared, first, second, removed) = read_message([b"", bytes(8), VLLM_0_32])
+    assert isinstance(cleared, Cleared)
+    assert isinstance(first, Stored)
+    assert isinstance(second, Stored)
+    assert (first.block_hashes, first.token_ids, first.plain) == ([(1 << 63) + 5, 7], list(range(8)), True)
+    assert (second.block_hashes, second.parent_block_hash, second.block_size) == ([b"x" * 32], 7, 4)
+    assert removed == Removed(block_hashes=[7], medium="GPU", group_idx=0)
 
 
 def test_what_tokens_alone_do_not_decide_is_not_plain() -> None:
