@@ -117,20 +117,8 @@ class Exchange:
             self._num_body_bytes = 0
 
     def deadline_s(self, request_timeout_s: float) -> float:
-        """Unix time by which the request must have ended: what the client says, at most the node's limit from now."""
-        now_s = time.time()
-        asked = self.header(DEADLINE_HEADER)
-        if asked is None:
-            return now_s + request_timeout_s
-        try:
-            deadline_s = float(asked)
-        except ValueError:
-            deadline_s = math.nan
-        if not math.isfinite(deadline_s):
-            raise invalid(f"header {DEADLINE_HEADER.decode()} is {asked[:40]!r}; it must be a time in unix seconds", param=DEADLINE_HEADER.decode())
-        if deadline_s <= now_s:
-            raise RequestError(deadline_exceeded("intake"))
-        return min(deadline_s, now_s + request_timeout_s)
+        """Unix time by which the request must have ended."""
+        return deadline_of(self.header, request_timeout_s)
 
     async def wait_disconnect(self) -> None:
         """Returns when the client has closed the connection. The body has been read."""
@@ -176,6 +164,24 @@ class Exchange:
                         return
         except TimeoutError:
             return
+
+
+def deadline_of(header: Callable[[bytes], bytes | None], request_timeout_s: float) -> float:
+    """Unix time by which a request must have ended: what the client says, at most the server's limit from now. Raises RequestError:
+    400 for what is no time, 504 for one that has passed."""
+    now_s = time.time()
+    asked = header(DEADLINE_HEADER)
+    if asked is None:
+        return now_s + request_timeout_s
+    try:
+        deadline_s = float(asked)
+    except ValueError:
+        deadline_s = math.nan
+    if not math.isfinite(deadline_s):
+        raise invalid(f"header {DEADLINE_HEADER.decode()} is {asked[:40]!r}; it must be a time in unix seconds", param=DEADLINE_HEADER.decode())
+    if deadline_s <= now_s:
+        raise RequestError(deadline_exceeded("intake"))
+    return min(deadline_s, now_s + request_timeout_s)
 
 
 def request_id_of(headers: Headers) -> str:

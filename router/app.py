@@ -1,16 +1,19 @@
 """The router's HTTP surface: which path answers what.
 
-    POST /v1/chat/completions, /v1/completions      completions.py, past the framework
+    POST on the nodes' API (api_paths.py)           completions.py, past the framework
     GET  /v1/models, /v1/models/{id}                union of what the nodes serve
     GET  /health                                    live: the event loop runs
     GET  /ready                                     200 when a request would find a pair; else 503 and what is missing
-    GET  /metrics                                   Prometheus text
-    GET  /server_info                               nodes, their states and reasons, policy, version
+    GET  /metrics                                   Prometheus text, of all workers
+    GET  /server_info                               nodes, their states and reasons, policies, version
+    /workers                                        admin.py; here only when the admin surface has no port of its own, and a key
 
-Every error is an OpenAI error object, also for unknown paths (404) and wrong methods (405).
+Every error is an OpenAI error object, also for unknown paths (404) and wrong methods (405). With API keys all want one but /health, /ready
+and /metrics, which probes and Prometheus ask for, and /workers, which has a key of its own.
 """
 
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import msgspec
@@ -18,60 +21,81 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from common.config import JsonObject, RouterConfig
-from common.errors import Failure, not_found
-from common.http_exchange import ID_HEADER, Message, Receive, Scope, Send, request_id_of
+from common.errors import Failure, RequestError, not_found
 from common.metrics import METRICS_CONTENT_TYPE
 from router.admin import describe
-from router.completions import INTERNAL_FAILURE, CompletionProxy
+from router.api_paths import PATHS
+from router.asgi_bridge import AsgiBridge
+from router.completions import CompletionProxy
+from router.cors import Cors
+from router.exchange import INTERNAL_FAILURE, Exchange
+from router.keys import CHALLENGE_LINE, Keys
+from router.metrics import RouterMetrics
 from router.nodes import Node
 from router.pairing import Pairing
 from router.siblings import Siblings
 
-DATA_PATHS = ("/v1/chat/completions", "/v1/completions")
+OPEN_PATHS = (b"/health", b"/ready", b"/metrics")
 MAX_PATH_CHARACTERS = 80  # of a client's text in an error
 
 
 class Surface:
-    """ASGI: completions go straight to their proxy, the rest through FastAPI."""
+    """Handler of the main port's exchanges: the nodes' API goes straight to its proxy, the rest through FastAPI."""
 
-    def __init__(self, control: FastAPI, proxy: CompletionProxy) -> None:
-        self._control = control
+    def __init__(self, control: FastAPI, proxy: CompletionProxy, keys: Keys, cors: Cors | None, *, scheme: str) -> None:
         self._proxy = proxy
-        self._metrics = proxy.metrics
+        self._keys = keys
+        self._cors = cors
+        self._bridge = ControlBridge(cors.around(control) if cors else control, control, proxy.metrics, scheme=scheme)
+
+    def __call__(self, exchange: Exchange) -> None:
+        if self._cors is not None and exchange.method != "OPTIONS" and exchange.path in PATHS:
+            exchange.extra = self._cors.lines(exchange.header(b"origin"))
+        if exchange.method == "POST" and exchange.path in PATHS:
+            self._proxy(exchange)
+        else:
+            self._bridge.answer(exchange, self._refusal(exchange))
+
+    def _refusal(self, exchange: Exchange) -> Failure | None:
+        if exchange.refusal is not None or exchange.path in OPEN_PATHS or exchange.path.startswith(b"/workers") or exchange.method == "OPTIONS":
+            return exchange.refusal
+        try:
+            self._keys.client_of(exchange.headers)
+        except RequestError as error:
+            return error.failure
+        return None
+
+
+class ControlBridge:
+    """Control paths, counted."""
+
+    def __init__(self, app: object, control: FastAPI, metrics: RouterMetrics, *, scheme: str) -> None:
+        self._bridge = AsgiBridge(app, self._ended, scheme=scheme)  # type: ignore[arg-type]  # Starlette's own type of an app
+        self._metrics = metrics
         self._known_paths = frozenset(route.path for route in control.routes if isinstance(route, Route))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in DATA_PATHS:
-            await self._proxy(scope, receive, send)
-        elif scope["type"] == "http":
-            await self._counted(scope, receive, send)
+    def answer(self, exchange: Exchange, refusal: Failure | None) -> None:
+        if refusal is None:
+            self._bridge(exchange)
+        else:
+            exchange.fail(refusal, CHALLENGE_LINE if refusal.status == 401 else b"")
+            self._ended(exchange)
 
-    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started_s = time.monotonic()
-        status = INTERNAL_FAILURE.status
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (ID_HEADER, request_id_of(scope["headers"]).encode())]
-            await send(message)
-
-        try:
-            # HEAD is GET, answered without the body (which the server leaves out)
-            await self._control({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, send_with_id)
-        finally:
-            path = scope["path"] if scope["path"] in self._known_paths else "other"  # labels stay few
-            self._metrics.http.answered(path, status, time.monotonic() - started_s)
+    def _ended(self, exchange: Exchange) -> None:
+        path = exchange.path.decode("latin-1")
+        label = path if path in self._known_paths else "other"  # labels stay few
+        self._metrics.http.answered(label, exchange.status or INTERNAL_FAILURE.status, time.monotonic() - exchange.arrived_s)
 
 
-def build_app(config: RouterConfig, pairing: Pairing, proxy: CompletionProxy, siblings: Siblings) -> Surface:
-    app = FastAPI(title="pdserve router", version=version("pdserve"), redoc_url=None)
-    for path in DATA_PATHS:
-        app.router.routes.append(Route(path, proxy, methods=["POST"]))  # here for its 405; POST does not come this way
+def build_app(config: RouterConfig, pairing: Pairing, proxy: CompletionProxy, siblings: Siblings, admin_routes: Sequence[BaseRoute]) -> FastAPI:
+    """The control paths. admin_routes: none when they have a port of their own."""
+    app = control_app("pdserve router")
+    for path in PATHS:
+        app.router.routes.append(Route(path.decode(), _not_here, methods=["POST"]))  # here for its 405; POST does not come this way
+    app.router.routes.extend(admin_routes)
     _add_models(app, pairing)
     _add_state(app, config, pairing, proxy)
 
@@ -79,9 +103,20 @@ def build_app(config: RouterConfig, pairing: Pairing, proxy: CompletionProxy, si
     async def read_metrics() -> Response:
         return Response(await siblings.metrics(), media_type=METRICS_CONTENT_TYPE)
 
+    return app
+
+
+def control_app(title: str) -> FastAPI:
+    """An app whose errors are OpenAI error objects."""
+    app = FastAPI(title=title, version=version("pdserve"), redoc_url=None)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(Exception, _internal_error)
-    return Surface(app, proxy)
+    return app
+
+
+async def _not_here(request: Request) -> Response:
+    raise AssertionError("the nodes' API does not come through the framework")
 
 
 def _add_models(app: FastAPI, pairing: Pairing) -> None:
@@ -119,6 +154,9 @@ def _add_state(app: FastAPI, config: RouterConfig, pairing: Pairing, proxy: Comp
             "role": "router",
             "version": version("pdserve"),
             "policy": config.policy,
+            "prefill_policy": config.prefill_policy or config.policy,
+            "decode_policy": config.decode_policy or config.policy,
+            "disaggregation": config.disaggregation,
             "max_retries": config.max_retries,
             "in_flight": proxy.num_open,
             "models": list(pairing.nodes.models),
@@ -153,3 +191,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     return _failure(INTERNAL_FAILURE)
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _failure(error.failure)

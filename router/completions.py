@@ -1,74 +1,76 @@
-"""POST /v1/chat/completions and /v1/completions: a client's request becomes a decode node's reply, as the bytes come.
+"""POST on a path of the nodes' API (api_paths.py): a client's request becomes a decode node's reply, as the bytes come.
 
-Plain ASGI, no framework in the way. Whatever ends a request early (the client leaves, the router shuts down) interrupts the
-task that serves it, which closes both legs' connections, so that the nodes stop too.
+    whose key -> read the body's head -> admit, or wait in the queue -> place and send (dispatch.py) -> relay -> end
 
-A stream is passed on event by event: what a node sent of an event that never ended is not shown, so that the in-band error after
-it can be read. A stream has ended well when it has said [DONE], whatever becomes of its connection; one that ends after an error
-event of its own gets the [DONE] it lacks and no second error. A reply that is not streamed is read whole first, so that its status is true.
+No framework in the way: one task a request, which waits for its Call alone. Whatever ends a request early (the client leaves, its
+deadline passes, the router shuts down) interrupts the call; then both legs' connections are closed, so that the nodes stop too.
+
+A reply that is not streamed is read whole first, so that its status is true.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-
-from prometheus_client import CollectorRegistry
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 
 from common.config import RouterConfig
-from common.errors import Failure, RequestError, deadline_exceeded, overloaded
-from common.http_exchange import DONE, ID_HEADER, LINGER_S, BodyBudget, ClientLeft, Exchange, Receive, Scope, Send, request_id_of
-from router.dispatch import Answer, Dispatcher, Prompt
-from router.events import end_of_events, error_in, failure_of, has_done, is_event_stream
-from router.legs import CUT_SHORT, MAX_REPLY_BYTES, LegFailed, NodeClient, broken, headers_to_client, headers_to_node, read_whole
+from common.errors import Failure, RequestError, deadline_exceeded
+from common.http_exchange import deadline_of
+from common.tracing import REQUEST_ID, Tracing
+from router.admission import Admission
+from router.api_paths import PATHS, ApiPath
+from router.ask import Ask, read_ask
+from router.call import Call, ClientLeft
+from router.dispatch import Attempt, Dispatcher, Prompt
+from router.events import failure_of, is_event_stream
+from router.exchange import INTERNAL_FAILURE, Exchange, header_lines
+from router.keys import CHALLENGE_LINE, Client, Keys
+from router.legs import MAX_REPLY_BYTES, LegFailed, NodeClient, NodeReply, broken, headers_to_client, headers_to_node
 from router.metrics import RouterMetrics
-from router.pairing import Pair, Pairing
+from router.pairing import Pairing, Placement
+from router.relay import Relay
 from router.splice import num_prompts, read_head
 
 DEADLINE_GRACE_S = 0.3  # the nodes know the deadline too; theirs says in which stage it passed
-SEND_GRACE_S = 0.5  # for the last words to a client that has stopped reading; with LINGER_S for one that still sends its body
+SEND_GRACE_S = 0.5  # for the last words to a client that has stopped reading
 CLIENT_LEFT_STATUS = 499  # as nginx counts a request whose client closed the connection before the answer
-AFTER_DONE_S = 1.0  # how long a node may take to end a stream in which it has said [DONE]
 SHUTTING_DOWN = Failure(503, "this router is shutting down", code="shutting_down", stage="router", retry_after_s=1.0)
-INTERNAL_FAILURE = Failure(500, "the router failed on this request; its log has the cause", code="internal_error", stage="router")
+SITE_HEADER = b"x-pdserve-prefill-site"  # a pdserve node says it itself
 
 log = logging.getLogger(__name__)
 
 
-class Call:
-    """The task that serves one request, and what ended it from outside."""
+@dataclass(frozen=True, slots=True)
+class NodeAuthorization:
+    """What nodes get to see in place of the client's Authorization."""
 
-    def __init__(self, target: bytes) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._open = True
-        self.target = target  # path and query
-        self.arrived_s = time.monotonic()
-        self.pair: Pair | None = None  # the last that was tried
-        self.ended_by: Exception | None = None
+    line: bytes = b""
+    dropped: Collection[bytes] = ()
 
-    def interrupt(self, error: Exception) -> None:
-        """The task's next await raises; `error` is what it then stands for."""
-        if self._open and self.ended_by is None:
-            self.ended_by = error
-            self._task.cancel()
-
-    def close(self) -> None:
-        self._open = False
+    @classmethod
+    def of(cls, key: str | None) -> "NodeAuthorization":
+        """key: None passes on what the client sent."""
+        return cls() if key is None else cls(b"authorization: Bearer %b\r\n" % key.encode(), (b"authorization", b"x-api-key"))
 
 
 class CompletionProxy:
-    """ASGI app of both completion endpoints."""
+    """Handles every exchange on a path of the nodes' API."""
 
-    def __init__(self, config: RouterConfig, pairing: Pairing, client: NodeClient, registry: CollectorRegistry) -> None:
+    def __init__(self, config: RouterConfig, pairing: Pairing, client: NodeClient, metrics: RouterMetrics, keys: Keys, admission: Admission,
+                 node_authorization: NodeAuthorization, tracing: Tracing | None, read_prompt: Callable[[Ask], Awaitable[None]] | None) -> None:
+        """read_prompt: finds the tokens of a prompt before it is placed, where placing needs them (kv_events.py)."""
         self._config = config
         self._pairing = pairing
+        self._keys = keys
+        self._admission = admission
+        self._node_authorization = node_authorization
+        self._tracing = tracing
+        self._read_prompt = read_prompt
+        self._own_headers = (*node_authorization.dropped, *((b"traceparent",) if tracing is not None else ()))
         self._calls: set[Call] = set()
-        self._bodies = BodyBudget(config.max_body_bytes)
-        self.metrics = RouterMetrics(registry, config, pairing.nodes, lambda: self.num_open)
-        self._dispatcher = Dispatcher(pairing, client, self.metrics, max_retries=config.max_retries, verdict_timeout_s=config.connect_timeout_s)
-        self._num_admitted = 0
+        self.metrics = metrics
+        self._dispatcher = Dispatcher(pairing, client, metrics, max_retries=config.max_retries, verdict_timeout_s=config.connect_timeout_s)
         self.draining = False
         self.idle = asyncio.Event()  # draining, and no request is open
 
@@ -86,156 +88,180 @@ class CompletionProxy:
         for call in tuple(self._calls):
             call.interrupt(RequestError(SHUTTING_DOWN))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, request_id_of(scope["headers"]))
-        exchange.reply_headers = [(ID_HEADER, exchange.request_id.encode())]
-        query: bytes = scope["query_string"]
-        call = Call(exchange.path.encode() + (b"?" + query if query else b""))
+    def __call__(self, exchange: Exchange) -> None:
+        call = Call(exchange)
         self._calls.add(call)
-        status = CLIENT_LEFT_STATUS
-        try:
-            await self._answer(exchange, call)
-            status = exchange.status or status
-        except ClientLeft:
-            log.info("%s %s: the client left%s", exchange.request_id, exchange.path, _at(call.pair))
-        finally:
-            exchange.release_body()
-            self._calls.discard(call)
-            if self.draining and not self._calls:
-                self.idle.set()
-            self.metrics.http.answered(exchange.path, status, time.monotonic() - call.arrived_s)
+        asyncio.get_running_loop().create_task(self._run(call))
 
-    async def _answer(self, exchange: Exchange, call: Call) -> None:
-        """Raises ClientLeft; everything else becomes a reply."""
+    async def _run(self, call: Call) -> None:
+        exchange = call.exchange
+        exchange.on_left = lambda: call.interrupt(ClientLeft())
+        api = PATHS[exchange.path]
+        if self._tracing is not None:
+            call.span = self._tracing.begin(f"POST {api.name}", exchange.headers)
+            call.span.set(**{REQUEST_ID: exchange.request_id})
         try:
-            await self._until_interrupted(exchange, call)
+            await self._serve(call, api)
         except ClientLeft:
-            raise
+            log.info("%s %s: the client left%s", exchange.request_id, api.name, _at(call.placement))
         except (RequestError, LegFailed) as error:
             level = logging.WARNING if error.failure.status >= 500 else logging.INFO
-            log.log(level, "%s %s: %d %s%s", exchange.request_id, exchange.path, error.failure.status, error.failure.message, _at(call.pair))
-            await self._refuse(exchange, error)
+            log.log(level, "%s %s: %d %s%s", exchange.request_id, api.name, error.failure.status, error.failure.message, _at(call.placement))
+            _refuse(exchange, api, error.failure, error.reply if isinstance(error, LegFailed) else None)
         except Exception:
-            log.exception("%s %s: a fault of the router%s", exchange.request_id, exchange.path, _at(call.pair))
-            await self._refuse(exchange, RequestError(INTERNAL_FAILURE))
-
-    async def _until_interrupted(self, exchange: Exchange, call: Call) -> None:
-        try:
-            await self._admit(exchange, call)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if call.ended_by is None or task is None:
-                raise
-            task.uncancel()
-            raise call.ended_by from None
+            log.exception("%s %s: a fault of the router%s", exchange.request_id, api.name, _at(call.placement))
+            _refuse(exchange, api, INTERNAL_FAILURE, None)
         finally:
-            call.close()
+            self._calls.discard(call)
+            exchange.on_left = None
+            if self.draining and not self._calls:
+                self.idle.set()
+            status = exchange.status if exchange.ended and exchange.status is not None else CLIENT_LEFT_STATUS
+            self.metrics.http.answered(api.name, status, time.monotonic() - call.arrived_s)
+            if call.span is not None:
+                call.span.end(status)
 
-    async def _admit(self, exchange: Exchange, call: Call) -> None:
+    async def _serve(self, call: Call, api: ApiPath) -> None:
+        exchange = call.exchange
+        if exchange.refusal is not None:
+            raise RequestError(exchange.refusal)
         if self.draining:
             raise RequestError(SHUTTING_DOWN)
-        most = self._config.max_concurrent_requests
-        if self._num_admitted >= most:
-            raise overloaded(f"{most} requests are open in this router, its limit (--max-concurrent-requests); try again", stage="router")
-        self._num_admitted += 1
+        client = self._client_of(exchange)
+        head = read_head(exchange.body)
+        unix_deadline_s = deadline_of(exchange.header, self._config.request_timeout_s)
+        ask = read_ask(head, self._pairing.model_of(head.model))
+        lines = headers_to_node(exchange.headers, exchange.request_id, unix_deadline_s, but=self._own_headers) + self._node_authorization.line
+        prompt = Prompt(api, exchange.target, exchange.request_id, lines, exchange.body, head, ask, num_prompts(head))
+        left_s = unix_deadline_s - time.time() + DEADLINE_GRACE_S
+        timer = asyncio.get_running_loop().call_later(left_s, self._deadline_passed, call)
         try:
-            await self._serve(exchange, call)
+            await self._admit(call, client, prompt, time.monotonic() + left_s)
         finally:
-            self._num_admitted -= 1
+            timer.cancel()
+            call.close()
 
-    async def _serve(self, exchange: Exchange, call: Call) -> None:
-        body = await exchange.body(self._config.max_body_bytes, self._bodies)
-        head = read_head(body)
-        deadline_s = exchange.deadline_s(self._config.request_timeout_s)
-        model = self._pairing.model_of(head.model)
-        headers = headers_to_node(exchange.headers, exchange.request_id, deadline_s)
-        end_s = asyncio.get_running_loop().time() + deadline_s - time.time() + DEADLINE_GRACE_S
-        prompt = Prompt(call.target, exchange.request_id, headers, body, head, num_prompts(head), model, end_s, _name_pair(exchange, call))
-        watcher = asyncio.ensure_future(exchange.wait_disconnect())
-        watcher.add_done_callback(lambda watch: None if watch.cancelled() else call.interrupt(ClientLeft()))
+    async def _admit(self, call: Call, client: Client, prompt: Prompt, end_s: float) -> None:
         try:
-            async with asyncio.timeout_at(end_s):
-                answer = await self._dispatcher.answer(prompt)
-                complete = False
+            ticket = self._admission.enter(client, prompt.ask, prompt.head.priority, end_s)
+        except RequestError as error:
+            self.metrics.refused(error.failure.code or "overloaded", client.name)
+            raise
+        try:
+            if ticket.granted is not None:
+                span = call.span.child("queue") if call.span is not None else None
                 try:
-                    await self._relay(exchange, call, answer)
-                    complete = True
+                    await call.wait(ticket.granted)
                 finally:
-                    answer.close(complete=complete)
-        except TimeoutError:
-            raise RequestError(deadline_exceeded("dispatch" if exchange.status is None else "the stream")) from None
+                    if span is not None:
+                        span.end()
+                self.metrics.queued(ticket.waited_s)
+            if self._read_prompt is not None:
+                await call.wait(asyncio.ensure_future(self._read_prompt(prompt.ask)))
+            attempt = await self._dispatcher.answer(call, prompt)
+            ttft_s = time.monotonic() - call.arrived_s
+            complete = False
+            try:
+                ticket.first_byte()
+                await self._relay(call, prompt.api, attempt, ttft_s)
+                complete = True
+            finally:
+                attempt.close(complete=complete)
         finally:
-            watcher.cancel()
+            ticket.leave()
+        self.metrics.ended(time.monotonic() - call.arrived_s)
 
-    async def _relay(self, exchange: Exchange, call: Call, answer: Answer) -> None:
-        reply = answer.reply
+    async def _relay(self, call: Call, api: ApiPath, attempt: Attempt, ttft_s: float) -> None:
+        exchange, placement = call.exchange, attempt.placement
+        leg, reply = attempt.answer()
         headers = headers_to_client(reply)
-        self.metrics.first_byte_s.observe(time.monotonic() - call.arrived_s)
-        if is_event_stream(reply.header(b"content-type")):
-            await exchange.start(200, headers)
-            await self._relay_events(exchange, answer)
+        streamed = is_event_stream(reply.header(b"content-type"))
+        self.metrics.first_byte(ttft_s, streamed)
+        lines = header_lines(headers) + _placement_lines(placement, any(name == SITE_HEADER for name, _ in headers))
+        if not streamed:
+            exchange.reply(200, lines, await _whole(call, attempt))
+            leg.node.succeeded(leg.began_s)
             return
+        exchange.start(200, lines)
+        relay = Relay(exchange, reply, api.form, self.metrics.gap, call.wake)
         try:
-            body = await read_whole(reply, MAX_REPLY_BYTES, answer.first)
-        except OverflowError:
-            raise broken(answer.pair.decode, f"its reply is longer than {MAX_REPLY_BYTES} bytes") from None
-        except CUT_SHORT as error:
-            raise broken(answer.pair.decode, f"its reply is cut short: {error}") from error
-        await exchange.reply(200, headers, body)
+            leg.on_progress = relay.progress
+            relay.progress()
+            while not relay.ended:
+                await call.progress()
+        finally:
+            relay.close()
+            leg.on_progress = call.wake
+        if relay.cause is not None:
+            raise broken(leg.node, relay.cause, leg.began_s)
+        exchange.end()
+        leg.node.succeeded(leg.began_s)
+        if relay.error is not None:
+            failure = failure_of(relay.error, leg.node.leg)
+            log.warning("%s %s: in the stream: %d %s%s", exchange.request_id, api.name, failure.status, failure.message, _at(placement))
 
-    async def _relay_events(self, exchange: Exchange, answer: Answer) -> None:
-        held, done, failed, node = b"", False, None, answer.pair.decode
-        cause = "its stream ended without [DONE]"
-        part = answer.first
+    def _client_of(self, exchange: Exchange) -> Client:
         try:
-            async with asyncio.timeout(None) as limit:
-                while part:
-                    part = held + part if held else part
-                    end = end_of_events(part)
-                    events, held = (part, b"") if end == len(part) else (part[:end], part[end:])
-                    if has_done(events) and not done:
-                        done = True
-                        limit.reschedule(asyncio.get_running_loop().time() + AFTER_DONE_S)
-                    failed = failed or error_in(events)
-                    if events:
-                        await exchange.write(events, more=True)
-                    part = await answer.reply.read()
-        except TimeoutError:
-            cause = "its stream goes on after [DONE]"
-        except CUT_SHORT as error:
-            cause = f"its stream was cut: {error}"
-        if done or has_done(held):
-            await exchange.write(held, more=False)
-        elif failed is not None:
-            await exchange.write(DONE, more=False)
+            client = self._keys.client_of(exchange.headers)
+        except RequestError:
+            self.metrics.refused("unauthorized")
+            raise
+        if client.name is not None:
+            self.metrics.requested(client.name)
+        return client
+
+    @staticmethod
+    def _deadline_passed(call: Call) -> None:
+        call.interrupt(RequestError(deadline_exceeded("the stream" if call.exchange.started else "dispatch")))
+
+
+async def _whole(call: Call, attempt: Attempt) -> bytes:
+    """The body of a reply that is not streamed."""
+    leg, reply = attempt.answer()
+    parts, num_bytes = list[bytes](), 0
+    while True:
+        if part := reply.take():
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > MAX_REPLY_BYTES:
+                raise broken(leg.node, f"its reply is longer than {MAX_REPLY_BYTES} bytes", leg.began_s)
+        elif reply.complete:
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        elif reply.error is not None:
+            raise broken(leg.node, f"its reply is cut short: {reply.error}", leg.began_s)
         else:
-            raise broken(node, cause)
-        if failed is not None:
-            failure = failure_of(failed, node.leg)
-            log.warning("%s %s: in the stream: %d %s%s", exchange.request_id, exchange.path, failure.status, failure.message, _at(answer.pair))
-
-    async def _refuse(self, exchange: Exchange, error: RequestError | LegFailed) -> None:
-        try:
-            async with asyncio.timeout(SEND_GRACE_S if exchange.status is not None else SEND_GRACE_S + LINGER_S):
-                if isinstance(error, LegFailed) and error.reply is not None and exchange.status is None:
-                    await exchange.reply(error.reply.status, error.reply.headers, error.reply.body)
-                else:
-                    await exchange.fail(error.failure)
-        except TimeoutError:
-            log.warning("%s %s: the client does not read; closing its connection", exchange.request_id, exchange.path)
-            exchange.abort()
+            await call.progress()
 
 
-def _at(pair: Pair | None) -> str:
-    return "" if pair is None else f" (prefill {pair.prefill.url}, decode {pair.decode.url})"
+def _refuse(exchange: Exchange, api: ApiPath, failure: Failure, reply: NodeReply | None) -> None:
+    """The failure, as the reply or as the stream's end. A client that does not read it is cut off, so that it holds nothing."""
+    if exchange.ended or exchange.left:
+        return
+    if exchange.started:
+        exchange.end(api.form.error(failure))
+        asyncio.get_running_loop().call_later(SEND_GRACE_S, _cut_off, exchange)
+    elif reply is not None:
+        exchange.reply(reply.status, header_lines(reply.headers), reply.body)
+    else:
+        exchange.fail(failure, CHALLENGE_LINE if failure.status == 401 else b"")
 
 
-def _name_pair(exchange: Exchange, call: Call) -> Callable[[Pair], None]:
-    """Write each pair that is tried into the reply's headers; the last one stays."""
-    base = list(exchange.reply_headers)
+def _cut_off(exchange: Exchange) -> None:
+    if exchange.num_unsent_bytes and not exchange.left:
+        log.warning("%s: the client does not read; closing its connection", exchange.request_id)
+        exchange.abort()
 
-    def chosen(pair: Pair) -> None:
-        call.pair = pair
-        exchange.reply_headers = [*base, (b"x-pdserve-prefill", pair.prefill.url.encode()), (b"x-pdserve-decode", pair.decode.url.encode())]
 
-    return chosen
+def _placement_lines(placement: Placement, site_is_said: bool) -> bytes:
+    """Which nodes serve it; and that the decode node computes the prompt, when it does."""
+    decode = b"x-pdserve-decode: %b\r\n" % placement.decode.url.encode()
+    if placement.prefill is not None:
+        return b"x-pdserve-prefill: %b\r\n%b" % (placement.prefill.url.encode(), decode)
+    site = b"" if site_is_said else b"%b: local\r\n" % SITE_HEADER
+    return b"%b%bx-pdserve-local-prefill: %b\r\n" % (decode, site, (placement.local_reason or "").encode())
+
+
+def _at(placement: Placement | None) -> str:
+    if placement is None:
+        return ""
+    return f" (prefill {placement.prefill.url if placement.prefill is not None else 'local'}, decode {placement.decode.url})"

@@ -15,6 +15,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import httptools
@@ -41,9 +42,16 @@ class Address(NamedTuple):
 
 
 class Reply:
-    """What comes for one request. `status` is None until the head is there. Every wait may raise NotHttp or ConnectionError."""
+    """What comes for one request. `status` is None until the head is there; `error` ends it, what came before stays readable.
 
-    def __init__(self, connection: "Connection") -> None:
+    Read by whoever is told of progress (on_progress, then take()), or by waiting (head(), read()), which raises `error`: NotHttp or
+    ConnectionError.
+    """
+
+    __slots__ = ("_connection", "_num_buffered_bytes", "_num_head_bytes", "_parser", "_parts", "_waiter", "complete", "error", "headers", "heard",
+                 "on_progress", "reusable", "status")  # fmt: skip
+
+    def __init__(self, connection: "Connection", on_progress: Callable[[], None] | None = None) -> None:
         self.status: int | None = None
         self.headers: Headers = []  # names in lower case
         self.heard = False  # anything at all
@@ -54,7 +62,8 @@ class Reply:
         self._num_head_bytes = 0
         self._parts: list[bytes] = []
         self._num_buffered_bytes = 0
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        self.on_progress = on_progress  # something came, or it ended
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: bytes) -> str:
@@ -69,17 +78,28 @@ class Reply:
         """What has come since the last call, at least a byte; empty at the end."""
         while not self._parts and not self.complete:
             await self._wait()
-        parts, self._parts, self._num_buffered_bytes = self._parts, [], 0
+        return self.take()
+
+    def take(self) -> bytes:
+        """What has come since the last call; empty when nothing has."""
+        parts = self._parts
+        if not parts:
+            return b""
+        self._parts, self._num_buffered_bytes = [], 0
         self._connection.resume()
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @property
+    def has_parts(self) -> bool:
+        return bool(self._parts)
 
     def close(self) -> None:
         """Keeps the connection when the reply is complete."""
         self._connection.release(self)
 
     async def _wait(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -89,6 +109,8 @@ class Reply:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self.on_progress is not None:
+            self.on_progress()
 
     # From the connection
 
@@ -99,7 +121,7 @@ class Reply:
         except httptools.HttpParserError as error:
             self.fail(NotHttp(str(error.__context__ or error)))
         self._wake()
-        if self._num_buffered_bytes > MAX_BUFFERED_BYTES:
+        if self._num_buffered_bytes > MAX_BUFFERED_BYTES:  # nobody took them
             self._connection.pause()
 
     def lost(self, error: Exception | None) -> None:
@@ -110,7 +132,7 @@ class Reply:
 
     def fail(self, error: Exception) -> None:
         """For good. What came before stays readable."""
-        self._error = self._error or error
+        self.error = self.error or error
         self.reusable = False
 
     # From the parser
@@ -140,7 +162,7 @@ class Reply:
     def on_message_complete(self) -> None:
         if self.status is not None and not self.complete:
             self.complete = True
-            self.reusable = self._parser.should_keep_alive() and self._error is None
+            self.reusable = self._parser.should_keep_alive() and self.error is None
 
 
 class Connection(asyncio.Protocol):
@@ -154,8 +176,8 @@ class Connection(asyncio.Protocol):
         self._reply: Reply | None = None
         self._paused = False
 
-    def send(self, head: bytes, body: bytes) -> Reply:
-        reply = self._reply = Reply(self)
+    def send(self, head: bytes, body: bytes, on_progress: Callable[[], None] | None = None) -> Reply:
+        reply = self._reply = Reply(self, on_progress)
         if len(body) <= JOINED_BYTES:
             self._transport.write(head + body)
         else:

@@ -1,75 +1,165 @@
 """From a request to a decode node's reply: two legs race, and the first to fail decides.
 
-    pick a pair, mint rooms, POST to both at once
+    place it, mint rooms, POST to both at once (a sequential engine: to P, then to D with what P answered)
       D's first body bytes come   that is the answer; P may finish on its own, only its failure is counted
       P fails before that         D is cancelled (its connection closed); retry, or P's error
       D fails                     P is cancelled; retry, or D's error
-      nothing in time             TimeoutError
+      nothing in time             the call is interrupted (call.py)
 
 P also fails by an error event in a stream. A retry is another pair, or the same one when there is no other, and another room; only
-for what it may cure (LegFailed.retryable), and never at a node that asked for patience. A node that failed is probed before it is
-used again. When retries are used up the first cause is answered.
+for what it may cure (LegFailed.retryable), and never at a node that asked for patience. When retries are used up the first cause is
+answered.
 
-Load is counted per leg: prefill's ends with the prefill reply, decode's with the stream.
+Load is counted per leg: prefill's ends when the prompt is computed, decode's with the stream.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import RequestError
+from common.tracing import NODE_URL, Span
+from router.api_paths import ApiPath
+from router.ask import Ask
+from router.call import Call
 from router.connection import Reply
-from router.engines.base import Outgoing
-from router.engines.dual import PDSERVE
-from router.events import end_of_events, error_in, is_event_stream
-from router.legs import CUT_SHORT, LegFailed, NodeClient, broken, failed_in_band
+from router.engines import ENGINES, LegRequest, Outgoing
+from router.legs import Leg, LegFailed, NodeClient, PrefillLeg, broken, message_head
 from router.metrics import RouterMetrics
-from router.nodes import Node
-from router.pairing import Pair, Pairing
+from router.node import Node
+from router.pairing import Pairing, Placement
 from router.splice import Head, mint_rooms
 
-Beginning = tuple[Reply, bytes]  # of a decode node's reply: its head was read, and the body's first bytes
 PREFILL_GRACE_S = 1.0  # after the decode node's last byte; its prompt was computed elsewhere if prefill still goes on
+GIVEN_UP = 499  # the status of a leg that nobody waits for any more
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What goes to the nodes; `chosen` is told each pair that is tried."""
+    """What goes to the nodes."""
 
+    api: ApiPath
     target: bytes  # path and query
     request_id: str
-    headers: bytes
+    lines: bytes  # header lines for both nodes
     body: bytes
     head: Head
+    ask: Ask
     num_prompts: int | None
-    model: str | None
-    end_s: float  # of the running loop's clock: when nothing waits any longer
-    chosen: Callable[[Pair], None]
 
 
-@dataclass(slots=True)
-class Answer:
-    """A decode node's reply under way; close() when it is not wanted any longer, or complete. first: the body's first bytes."""
+class Attempt:
+    """The legs of one try. close() when its answer is not wanted any longer, or complete; owed in every case."""
 
-    pair: Pair
-    reply: Reply
-    first: bytes
-    prefill: "asyncio.Task[None]"
-    prompt_bytes: int
+    __slots__ = ("_closed", "_counted", "_metrics", "_out", "_pool", "_prompt", "_spans", "call", "decode", "engine", "placement", "prefill")
+
+    def __init__(self, call: Call, prompt: Prompt, placement: Placement, client: NodeClient, metrics: RouterMetrics) -> None:
+        self.call = call
+        self.placement = placement
+        self.engine = ENGINES[placement.decode.engine or "pdserve"]
+        self.prefill: PrefillLeg | None = None
+        self.decode: Leg | None = None
+        self._prompt = prompt
+        self._pool = client.pool
+        self._metrics = metrics
+        self._out = Outgoing(prompt.body, prompt.head, placement.prefill, placement.decode, mint_rooms(prompt.num_prompts), prompt.request_id)
+        self._closed = False
+        self._counted = False
+        self._spans: dict[str, Span] = {}
+
+    def start(self) -> None:
+        if self.placement.prefill is not None:
+            request = self.engine.prefill_leg(self._out)
+            head = self._head(self.placement.prefill, request)
+            self.prefill = PrefillLeg(self._pool, self.placement.prefill, head, request.body, self._prompt.api.form, self._on_prefill)
+            self.prefill.start()
+        if self.prefill is None or not self.engine.sequential:
+            self._start_decode(None)
+
+    def answered(self) -> bool:
+        """The decode node's first body bytes are there. Raises LegFailed, RequestError."""
+        prefill, decode = self.prefill, self.decode
+        if decode is None:
+            assert prefill is not None
+            if prefill.failure is None and prefill.ended:
+                self._start_decode(prefill.body)
+            elif prefill.failure is not None:
+                raise prefill.failure
+            return False
+        if decode.failure is None and decode.answered and decode.reply is not None:
+            if decode.reply.has_parts:
+                return True
+            node, error = decode.node, decode.reply.error
+            what = "its reply is empty" if decode.reply.complete else f"its reply is cut short: {error}"
+            decode.fail(broken(node, what, decode.began_s))
+        failures = [leg.failure for leg in (prefill, decode) if leg is not None and leg.failure is not None]
+        if failures:
+            raise min(failures, key=lambda failure: failure.retryable)  # of two at once, the one that speaks of the request itself
+        return False
+
+    def answer(self) -> tuple[Leg, Reply]:
+        """The decode leg and its reply, once answered() was True."""
+        assert self.decode is not None
+        assert self.decode.reply is not None
+        return self.decode, self.decode.reply
 
     def close(self, *, complete: bool) -> None:
         """complete: the reply was read to its end, so the prefill leg gets a moment to end by itself."""
-        self.pair.decode.end(self.prompt_bytes)
-        if complete:
-            self.reply.close()
-            if not self.prefill.done():
-                asyncio.get_running_loop().call_later(PREFILL_GRACE_S, self.prefill.cancel)
+        if self._closed:
+            return
+        self._closed = True
+        if self.decode is not None:
+            self.decode.cancel()
+            status = 200 if complete else GIVEN_UP if self.decode.failure is None else self.decode.failure.failure.status
+            self._leg_ended(self.decode, status)
+        self.placement.decode_ended()
+        if self.prefill is None or self.prefill.ended:
+            self._count_prefill()
+        elif complete:
+            asyncio.get_running_loop().call_later(PREFILL_GRACE_S, self._give_up_prefill)
         else:
-            self.reply.close()
+            self._give_up_prefill()
+
+    def _start_decode(self, prefill_reply: bytes | None) -> None:
+        request = self.engine.decode_leg(self._out, prefill_reply)
+        node = self.placement.decode
+        self.decode = Leg(self._pool, node, self._head(node, request), request.body, self._prompt.api.form, self.call.wake)
+        self.decode.start()
+
+    def _head(self, node: Node, request: LegRequest) -> bytes:
+        lines = self._prompt.lines + request.headers
+        if self.call.span is not None:
+            span = self._spans[node.leg] = self.call.span.child(f"{node.leg} leg", client=True, **{NODE_URL: node.url})
+            lines += b"traceparent: %b\r\n" % span.traceparent
+        return message_head(b"POST", node, self._prompt.target, b"%bcontent-length: %d\r\n" % (lines, len(request.body)))
+
+    def _leg_ended(self, leg: Leg, status: int) -> None:
+        self._metrics.leg_ended(leg.node.leg, leg.node.url, status)
+        if (span := self._spans.pop(leg.node.leg, None)) is not None:
+            span.end(status)
+
+    def _on_prefill(self) -> None:
+        if self.prefill is not None and self.prefill.ended:
+            self._count_prefill()
+        self.call.wake()
+
+    def _give_up_prefill(self) -> None:
+        if self.prefill is not None:
             self.prefill.cancel()
+        self._count_prefill()
+
+    def _count_prefill(self) -> None:
+        if self._counted:
+            return
+        self._counted = True
+        if self.prefill is None:
+            return
+        failed = self.prefill.failure
+        whole = failed is None and self.prefill.reply is not None and self.prefill.reply.complete
+        self.placement.prefill_ended(whole)
+        self._leg_ended(self.prefill, failed.failure.status if failed is not None else 200 if whole else GIVEN_UP)
 
 
 class Dispatcher:
@@ -79,16 +169,16 @@ class Dispatcher:
         self._metrics = metrics
         self._max_retries = max_retries
         self._verdict_timeout_s = verdict_timeout_s
-        self._legs: set[asyncio.Task[None] | asyncio.Task[Beginning]] = set()
 
-    async def answer(self, prompt: Prompt) -> Answer:
-        """Raises LegFailed, RequestError when there is no pair, or TimeoutError."""
+    async def answer(self, call: Call, prompt: Prompt) -> Attempt:
+        """An attempt whose decode node has begun to answer. Raises LegFailed, RequestError when there is no pair, or what interrupts
+        the call."""
         first: LegFailed | None = None
         tried: set[Node] = set()
         busy: set[Node] = set()
         for _ in range(1 + self._max_retries):
             try:
-                pair = await self._pick(prompt, tried, busy)
+                placement = await self._place(call, prompt, tried, busy)
             except RequestError:
                 if first is not None:
                     raise first from None
@@ -96,107 +186,37 @@ class Dispatcher:
             if first is not None:
                 self._metrics.retried(first.node.leg)
                 log.info("%s: tried again after %s", prompt.request_id, first)
-            tried |= {pair.prefill, pair.decode}
-            prompt.chosen(pair)
+            call.placement = placement
+            self._metrics.placed(placement)
             try:
-                return await self._race(prompt, pair)
+                return await self._try(call, prompt, placement)
             except LegFailed as failed:
                 if not failed.retryable:
                     raise
                 first = first or failed
+                tried |= {placement.decode} | ({placement.prefill} if placement.prefill is not None else set())
                 if failed.asks_patience:
                     busy.add(failed.node)
         assert first is not None
         raise first
 
-    async def _pick(self, prompt: Prompt, tried: set[Node], busy: set[Node]) -> Pair:
+    async def _place(self, call: Call, prompt: Prompt, tried: set[Node], busy: set[Node]) -> Placement:
         try:
-            return self._pairing.pick(prompt.model, tried, busy)
+            return self._pairing.place(prompt.ask, tried, busy)
         except RequestError:
-            if not await self._pairing.settled(self._verdict_timeout_s):
+            if not await call.wait(asyncio.ensure_future(self._pairing.settled(self._verdict_timeout_s))):
                 raise
-        return self._pairing.pick(prompt.model, tried, busy)
+        return self._pairing.place(prompt.ask, tried, busy)
 
-    async def _race(self, prompt: Prompt, pair: Pair) -> Answer:
-        rooms = mint_rooms(prompt.num_prompts)
-        body = PDSERVE.prefill_leg(Outgoing(prompt.body, prompt.head, pair.prefill, pair.decode, rooms, prompt.request_id)).body
-        prefill = asyncio.create_task(self._prefill(pair.prefill, prompt, body))
-        decode = asyncio.create_task(self._decode(pair.decode, prompt, body))
-        for leg, node in ((prefill, pair.prefill), (decode, pair.decode)):
-            self._watch(leg, node)
-        pair.prefill.begin(len(body))
-        prefill.add_done_callback(lambda _: pair.prefill.end(len(body)))
-        pair.decode.begin(len(body))
+    async def _try(self, call: Call, prompt: Prompt, placement: Placement) -> Attempt:
+        attempt = Attempt(call, prompt, placement, self._client, self._metrics)
         try:
-            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
-            if not decode.done() and prefill.exception() is None:
-                await asyncio.wait((decode,))
-            failures = [error for leg in (prefill, decode) if leg.done() and (error := leg.exception()) is not None]
-            if failures and not (decode.done() and decode.exception() is None):
-                raise min(failures, key=_is_retryable)  # of two at once, the one that speaks of the request itself
-            return Answer(pair, *decode.result(), prefill, len(body))
+            attempt.start()
+            while not attempt.answered():
+                await call.progress()
+            placement.decode.answered(attempt.answer()[0].began_s)
+            placement.prefill_ended(True)  # the first token is there, so the prompt is computed
+            return attempt
         except BaseException:
-            pair.decode.end(len(body))
-            prefill.cancel()
-            if not decode.cancel() and decode.exception() is None:
-                decode.result()[0].close()
+            attempt.close(complete=False)
             raise
-
-    async def _decode(self, node: Node, prompt: Prompt, body: bytes) -> "Beginning":
-        reply = await self._client.post(node, prompt.target, prompt.headers, body)
-        try:
-            first = await reply.read()
-        except CUT_SHORT as error:
-            reply.close()
-            raise broken(node, f"its reply is cut short: {error}") from error
-        except asyncio.CancelledError:
-            reply.close()
-            raise
-        if not first:
-            reply.close()
-            raise broken(node, "its reply is empty")
-        return reply, first
-
-    async def _prefill(self, node: Node, prompt: Prompt, body: bytes) -> None:
-        async with asyncio.timeout_at(prompt.end_s):  # its own: the stream may end before it
-            reply = await self._client.post(node, prompt.target, prompt.headers, body)
-            try:
-                await _read_prefill(node, reply)
-            except CUT_SHORT as error:
-                raise broken(node, f"its reply is cut short: {error}") from error
-            finally:
-                reply.close()
-
-    def _watch(self, leg: "asyncio.Task[None] | asyncio.Task[Beginning]", node: Node) -> None:
-        self._legs.add(leg)  # the loop itself keeps no task alive
-
-        def ended(task: "asyncio.Task[None] | asyncio.Task[Beginning]") -> None:
-            self._legs.discard(task)
-            error = None if task.cancelled() else task.exception()
-            status = error.failure.status if isinstance(error, LegFailed) else 200 if error is None and not task.cancelled() else 499
-            self._metrics.leg_ended(node.leg, node.url, status)
-            if isinstance(error, LegFailed):
-                log.debug("%s", error)
-
-        leg.add_done_callback(ended)
-
-
-async def _read_prefill(node: Node, reply: Reply) -> None:
-    """To its end. Raises LegFailed for an error event, or CUT_SHORT."""
-    held, streamed = b"", is_event_stream(reply.header(b"content-type"))
-    while part := await reply.read():
-        if streamed:
-            held += part
-            end = end_of_events(held)
-            _raise_error_in(node, held[:end])
-            held = held[end:]
-    _raise_error_in(node, held)
-
-
-def _raise_error_in(node: Node, events: bytes) -> None:
-    if (error := error_in(events)) is not None:
-        raise failed_in_band(node, error)
-
-
-def _is_retryable(error: BaseException) -> bool:
-    return isinstance(error, LegFailed) and error.retryable

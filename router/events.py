@@ -1,6 +1,6 @@
-"""What the bytes of an event stream say, as far as the router reads them: where events end, [DONE], an error.
+"""What the bytes of a stream say, as far as the router reads them: where events end, the last word, an error.
 
-JSON holds no raw newline, so a line that begins with `data:` is never text that a model wrote.
+JSON holds no raw newline, so what a line begins with is never text that a model wrote.
 """
 
 import re
@@ -8,29 +8,33 @@ import re
 import msgspec
 
 from common.errors import Failure
+from router.api_paths import LINES, OPENAI, StreamForm
 
 MAX_HELD_BYTES = 1 << 20  # of an event that has not ended; more is taken as it is
-DONE_BEGINNINGS = (b"data: [DONE]", b"data:[DONE]")
-DONE_LINES = tuple(b"\n" + beginning for beginning in DONE_BEGINNINGS)
-ERROR_LINE = re.compile(rb'(?:^|\n)data: ?(\{\s*"(?:error"\s*:\s*\{|object"\s*:\s*"error")[^\r\n]*)')
+# {"error": ...}, Anthropic's {"type": "error", "error": ...}, SGLang's {"object": "error", ...}
+ERROR_LINE = re.compile(rb'(?:^|\n)(?:data: ?)?(\{\s*(?:(?:"type"\s*:\s*"error"\s*,\s*)?"error"\s*:\s*[{"]|"object"\s*:\s*"error")[^\r\n]*)')
 STATUS_OF_TYPE = {"invalid_request_error": 400, "authentication_error": 401, "not_found_error": 404, "rate_limit_error": 429}
+STREAM_TYPES = ("text/event-stream", "application/x-ndjson")
 
 
 def is_event_stream(content_type: str) -> bool:
-    return content_type.startswith("text/event-stream")
+    return content_type.startswith(STREAM_TYPES)
 
 
-def end_of_events(part: bytes) -> int:
+def end_of_events(part: bytes, form: StreamForm = OPENAI) -> int:
     """Where the last complete event in `part` ends."""
-    if part.endswith(b"\n\n") or len(part) > MAX_HELD_BYTES:
+    if part.endswith(form.separators[0]) or len(part) > MAX_HELD_BYTES:
         return len(part)
-    newline, both = part.rfind(b"\n\n"), part.rfind(b"\r\n\r\n")
-    return max(newline + 2 if newline >= 0 else 0, both + 4 if both >= 0 else 0)
+    ends = (part.rfind(separator) + len(separator) if separator in part else 0 for separator in form.separators)
+    return max(ends)
 
 
-def has_done(events: bytes) -> bool:
+def has_done(events: bytes, form: StreamForm = OPENAI) -> bool:
+    """Is the stream's last word among these events?"""
     # a regular expression took 60 us for 8 KiB
-    return b"[DONE]" in events and (events.startswith(DONE_BEGINNINGS) or any(line in events for line in DONE_LINES))
+    if any(word in events for word in form.done_inside):
+        return True
+    return any(events.startswith(word) or (word in events and b"\n" + word in events) for word in form.done_beginnings)
 
 
 def error_in(events: bytes) -> bytes | None:
@@ -47,11 +51,20 @@ def failure_of(error: bytes, stage: str) -> Failure:
 
 
 def openai_error(body: bytes) -> tuple[str, object, object] | None:
-    """(message, type, code) of an OpenAI error object, {"error": {...}}, or of the flat form of SGLang and older vLLM, {"object": "error", ...};
-    None when `body` is neither."""
+    """(message, type, code) of an error object: {"error": {...}}, {"error": "text"} (Ollama), or the flat form of SGLang and older
+    vLLM, {"object": "error", ...}. None when `body` is none of these."""
     try:
         said = msgspec.json.decode(body)
         error = said if said.get("object") == "error" else said["error"]
-        return str(error["message"]), error.get("type"), error.get("code")
+        return (error, None, None) if isinstance(error, str) else (str(error["message"]), error.get("type"), error.get("code"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError, IndexError):
         return None
+
+
+def is_client_error(body: bytes, form: StreamForm) -> bool:
+    """Is this an error in the form that clients of the path read, so that it can be passed on as it is?"""
+    try:
+        error = msgspec.json.decode(body)["error"]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, IndexError):
+        return False
+    return isinstance(error, dict) or (form is LINES and isinstance(error, str))

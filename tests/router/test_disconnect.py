@@ -77,10 +77,15 @@ async def test_client_leaves(phase: str, caplog: pytest.LogCaptureFixture) -> No
 async def test_client_leaves_while_it_sends_its_body() -> None:
     async with rig() as made:
         _, writer = await connect(made, b"{" + b" " * 1000 + b"}", send=10)
-        await until(lambda: _open(made, 1), "request seen")
+        await until(lambda: _connected(made, 2), "connected")
         writer.transport.abort()
-        await until(lambda: _open(made, 0), "request over")
+        await until(lambda: _connected(made, 1), "gone")
         assert not made.decodes[0].posts
+
+
+async def _connected(made: Rig, number: int) -> bool:
+    """So many connections of clients; one is the rig's own."""
+    return (await made.metric("pdserve_router_connections"))[""] == number
 
 
 async def _open(made: Rig, number: int) -> bool:
@@ -103,6 +108,7 @@ async def test_client_that_does_not_read_holds_its_nodes_only_until_the_deadline
             await leg.closed.wait()
         assert time.monotonic() - began_s < 1.3
         await until(lambda: _open(made, 0), "request over")
+        await until(lambda: _connected(made, 1), "cut off")
         async with asyncio.timeout(2):
             assert not (await reader.read()).endswith(b"0\r\n\r\n")  # the connection ended, the reply did not
         writer.close()

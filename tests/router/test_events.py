@@ -38,7 +38,8 @@ def test_error_event() -> None:
         (b'{"error":{"message":"m","type":"t","param":null,"code":"c"}}', ("m", "t", "c")),
         (b'{"error":{"message":"m","type":"BadRequestError","code":400}}', ("m", "BadRequestError", 400)),
         (b'{"object":"error","message":"m","type":"BadRequest","code":400}', ("m", "BadRequest", 400)),
-        (b'{"error":"m"}', None), (b'{"error":null}', None), (b'{"detail":"Not Found"}', None), (b"[]", None), (b"7", None), (b'{"error":{}}', None),
+        (b'{"error":"m"}', ("m", None, None)),
+        (b'{"error":null}', None), (b'{"detail":"Not Found"}', None), (b"[]", None), (b"7", None), (b'{"error":{}}', None),
         (b"", None), (b"\xff", None), (b"[" * 100_000, None),
     ],
 )  # fmt: skip

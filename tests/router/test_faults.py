@@ -25,7 +25,7 @@ FAULTS: dict[str, Behaviour | None] = {
     "503": refuse(503, retry_after="7"), "504": refuse(504),
     "refused": None, "reset": reset, "hang up": hang_up, "garbage": babble, "hang": hang, "reset midway": reset_midway,
 }  # fmt: skip
-REFUSALS = {name: Outcome(int(name), "refused_by_mock", cured=name in ("502", "503"), blamed=False) for name in FAULTS if name.isdigit()}
+REFUSALS = {name: Outcome(int(name), "refused_by_mock", cured=name in ("500", "502", "503"), blamed=False) for name in FAULTS if name.isdigit()}
 OUTCOMES: dict[str, Outcome] = {
     **REFUSALS,
     "refused": Outcome(503, "node_unreachable", cured=True, blamed=True),

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from mock_node import INFO, MockNode, Received, Rooms, hang, mock_nodes, refuse
+from mock_node import INFO, MockNode, Rooms, hang, mock_nodes, refuse
 from router_harness import CHAT, rig, routed, until
 
 from common.config import RouterConfig
@@ -87,20 +87,12 @@ async def test_connections_to_nodes_end_when_a_host_vanishes() -> None:
     """It sends no reset; the kernel asks it, and gives up in about 10 s."""
     async with mock_nodes() as ((prefill,), _):
         client = NodeClient(1.0)
-
-        async def head_only(request: Received) -> None:
-            await request.head(200, "text/event-stream")
-            await hang(request)
-
-        prefill.behave = head_only
         try:
             node = NodeTable.of(RouterConfig(prefill=(prefill.url,))).prefill[0]
-            reply = await client.post(node, CHAT.encode(), b"", b'{"bootstrap_room":1}')
-            connection = reply._connection._transport.get_extra_info("socket")
+            connection = (await client.pool.connect(node.address))._transport.get_extra_info("socket")
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             for option, value in ((socket.TCP_USER_TIMEOUT, 10_000), (socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2)):
                 assert connection.getsockopt(socket.IPPROTO_TCP, option) == value
-            reply.close()
         finally:
             client.close()
 

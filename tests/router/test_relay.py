@@ -211,16 +211,17 @@ async def test_load_is_counted_per_leg() -> None:
         async with made.client.stream("POST", CHAT, json={"stream": True}) as reply:
             await anext(reply.aiter_raw())
             await until(lambda: prefill.num_in_flight == 0, "prefill leg over while the stream goes on")
-            assert prefill.prompt_bytes_in_flight == 0
+            assert prefill.prefill_load.queued_tokens == 0
             assert decode_node.num_in_flight == 1
             go.set()
         await until(lambda: decode_node.num_in_flight == 0, "decode leg over")
         made.prefills[0].behave = made.decodes[0].behave = hang
-        asking = asyncio.ensure_future(made.client.post(CHAT, json={"text": "x" * 1000}))
+        asking = asyncio.ensure_future(made.client.post(CHAT, json={"prompt": "x" * 4000}))
         await made.prefills[0].wait_posts(2)
-        assert prefill.prompt_bytes_in_flight == len(made.prefills[0].posts[1].body)
+        assert 900 < prefill.prefill_load.queued_tokens < 1100
         asking.cancel()
-        await until(lambda: prefill.load == decode_node.load == 0, "nothing in flight")
+        await until(lambda: prefill.num_in_flight == decode_node.num_in_flight == 0, "nothing in flight")
+        assert prefill.prefill_load.queued_tokens == 0
 
 
 async def test_prefill_leg_that_goes_on_after_the_answer_is_closed() -> None:
