@@ -9,6 +9,7 @@ import time
 from typing import TypeVar
 
 from common.tracing import Span
+from router.admission import Ticket
 from router.exchange import Exchange
 from router.pairing import Placement
 
@@ -20,13 +21,14 @@ class ClientLeft(Exception):
 
 
 class Call:
-    __slots__ = ("_open", "_waiter", "arrived_s", "ended_by", "exchange", "placement", "span")
+    __slots__ = ("_open", "_waiter", "arrived_s", "ended_by", "exchange", "placement", "span", "ticket")
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.arrived_s = time.monotonic()
         self.placement: Placement | None = None  # the last that was tried
         self.span: Span | None = None  # when it is traced
+        self.ticket: Ticket | None = None  # once admitted
         self.ended_by: Exception | None = None
         self._open = True
         self._waiter: asyncio.Future[None] | None = None
@@ -56,6 +58,11 @@ class Call:
     def wake(self, *_: object) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def prompt_computed(self) -> None:
+        """Its first token is there."""
+        if self.ticket is not None:
+            self.ticket.first_byte()
 
     def interrupt(self, error: Exception) -> None:
         """The task's progress() raises `error`. The first one counts."""

@@ -143,7 +143,7 @@ class CompletionProxy:
 
     async def _admit(self, call: Call, client: Client, prompt: Prompt, end_s: float) -> None:
         try:
-            ticket = self._admission.enter(client, prompt.ask, prompt.head.priority, end_s)
+            ticket = call.ticket = self._admission.enter(client, prompt.ask, prompt.head.priority, end_s)
         except RequestError as error:
             self.metrics.refused(error.failure.code or "overloaded", client.name)
             raise
@@ -162,7 +162,6 @@ class CompletionProxy:
             ttft_s = time.monotonic() - call.arrived_s
             complete = False
             try:
-                ticket.first_byte()
                 await self._relay(call, prompt.api, attempt, ttft_s)
                 complete = True
             finally:

@@ -75,6 +75,8 @@ class Attempt:
             head = self._head(self.placement.prefill, request)
             self.prefill = PrefillLeg(self._pool, self.placement.prefill, head, request.body, self._prompt.api.form, self._on_prefill)
             self.prefill.start()
+        elif not self._prompt.head.stream and self.call.ticket is not None:
+            self.call.ticket.untimed()
         if self.prefill is None or not self.engine.sequential:
             self._start_decode(None)
 
@@ -159,6 +161,8 @@ class Attempt:
         failed = self.prefill.failure
         whole = failed is None and self.prefill.reply is not None and self.prefill.reply.complete
         self.placement.prefill_ended(whole)
+        if whole:
+            self.call.prompt_computed()
         self._leg_ended(self.prefill, failed.failure.status if failed is not None else 200 if whole else GIVEN_UP)
 
 
@@ -215,7 +219,9 @@ class Dispatcher:
             while not attempt.answered():
                 await call.progress()
             placement.decode.answered(attempt.answer()[0].began_s)
-            placement.prefill_ended(True)  # the first token is there, so the prompt is computed
+            placement.prefill_ended(True)  # there is a token, so the prompt is computed
+            if prompt.head.stream:
+                call.prompt_computed()
             return attempt
         except BaseException:
             attempt.close(complete=False)

@@ -32,7 +32,7 @@ from common.secret_file import read_bearer_token
 from common.tracing import start_tracing
 from router.admin import Admin
 from router.admin_http import admin_app, admin_check, admin_routes
-from router.admission import Admission
+from router.admission import Admission, num_decode_rows
 from router.app import Surface, build_app
 from router.asgi_bridge import AsgiBridge
 from router.completions import CompletionProxy, NodeAuthorization
@@ -174,7 +174,7 @@ class Parts:
         pairing = Pairing(nodes, config, knowledge=knowledge)
         self.client = NodeClient(config.connect_timeout_s)
         metrics = RouterMetrics(registry, config, nodes, lambda: self.proxy.num_open)
-        keys, admission = Keys(config), Admission(config, pairing.predicted_ttft_s)
+        keys, admission = Keys(config), Admission(config, pairing.predicted_ttft_s, num_rows=lambda: num_decode_rows(nodes))
         tracing = start_tracing(config.otlp_traces_endpoint, "pdserve-router")
         if tracing is not None:
             stack.callback(tracing.close)
