@@ -137,10 +137,15 @@ def describe(node: Node) -> JsonObject:
         "draining": node.draining,
         "leaving": node.leaving,
         "in_flight": node.num_in_flight,
-        "prompt_bytes_in_flight": node.prompt_bytes_in_flight,
-        **({"bootstrap_host": node.bootstrap_host, "bootstrap_port": node.bootstrap_port} if node.leg == "prefill" else {}),
+        **(_of_prefill(node) if node.leg == "prefill" else {}),
         "info": node.info,
     }
+
+
+def _of_prefill(node: Node) -> JsonObject:
+    load = node.prefill_load
+    address = {"bootstrap_host": node.bootstrap_host, "bootstrap_port": node.bootstrap_port}
+    return {**address, "queued_tokens": load.queued_tokens, "tokens_per_s": load.tokens_per_s}
 
 
 def _url(text: str) -> str:

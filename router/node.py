@@ -125,7 +125,6 @@ class Node:
     path_prefix: bytes = field(init=False)
     num_silent_probes: int = 0  # in a row
     num_in_flight: int = 0  # requests
-    prompt_bytes_in_flight: int = 0
     prefill_load: PrefillLoad = field(default_factory=PrefillLoad)
     decode_load: DecodeLoad = field(default_factory=DecodeLoad)
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,11 +140,6 @@ class Node:
     @property
     def usable(self) -> bool:
         return self.reason is None
-
-    @property
-    def load(self) -> int:
-        """What a further request would queue behind: prompt bytes to compute, or rows in the decode batch."""
-        return self.prompt_bytes_in_flight if self.leg == "prefill" else self.num_in_flight
 
     @property
     def bootstrap_host(self) -> str:
@@ -218,19 +212,6 @@ class Node:
         if num_blames == self.num_blames and self.verdict is not None:
             self.verdict.set()
             self.verdict = None
-
-    def begin(self, prompt_bytes: int) -> None:
-        self.sent()
-        self.num_in_flight += 1
-        self.prompt_bytes_in_flight += prompt_bytes
-        self.prefill_load.begin(prompt_bytes, self.clock())
-        self.decode_load.begin(0)
-
-    def end(self, prompt_bytes: int) -> None:
-        self.num_in_flight -= 1
-        self.prompt_bytes_in_flight -= prompt_bytes
-        self.prefill_load.end(prompt_bytes, self.clock(), computed=False)
-        self.decode_load.end(0, -1)
 
     def _facts(self) -> tuple[object, ...]:
         """What decides who is used and which pairs there are."""

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -252,6 +253,30 @@ def test_commands_in_any_order_leave_a_table_that_can_be_trusted(steps: list[Any
         assert not set(removed) & set(nodes.all)
         assert len(set(removed)) == len(removed)
         assert all(not node.usable and not node.num_in_flight for node in removed)
+
+
+async def test_through_the_router_s_own_port(tmp_path: Path) -> None:
+    """By its server, with a key; URLs in paths as they are and percent-encoded."""
+    file = tmp_path / "admin.key"
+    file.write_text("k" * 32)
+    file.chmod(0o600)
+    key = {"authorization": "Bearer " + "k" * 32}
+    async with rig(1, 2, admin_api_key_file=str(file)) as made:
+        assert (await made.client.get("/workers")).status_code == 401
+        workers = (await made.client.get("/workers", headers=key)).json()["workers"]
+        assert [worker["url"] for worker in workers] == [node.url for node in made.router.nodes.all]
+        assert (workers[0]["queued_tokens"], workers[0]["tokens_per_s"], "queued_tokens" in workers[1]) == (0, None, False)
+        first, second = (node.url for node in made.decodes)
+        for url in (first, quote(second, safe="")):
+            assert (await made.client.get(f"/workers/{url}", headers=key)).json()["role"] == "decode"
+            assert (await made.client.delete(f"/workers/{url}")).status_code == 401
+            assert (await made.client.delete(f"/workers/{url}", headers=key)).status_code == 200
+        assert "no decode node" in (await made.client.get("/ready")).json()["reason"]
+        assert (await made.client.post("/workers", headers=key, json={"url": first, "role": "decode"})).status_code == 201
+        await until(lambda: all(node.usable for node in made.router.nodes.all), "usable")
+        assert (await made.client.post(CHAT, json={})).headers["x-pdserve-decode"] == first
+    async with rig() as made:
+        assert (await made.client.get("/workers")).status_code == 404  # no key, no surface
 
 
 async def test_a_removed_node_serves_what_it_has_and_nothing_more() -> None:

@@ -125,7 +125,7 @@ async def test_a_relabelled_pod_moves_and_its_requests_end_where_they_are(api: K
         await until_urls(nodes, ["http://10.0.0.1:8000"], [])
         await until_watched(api, 2)
         busy = nodes.prefill[0]
-        busy.begin(1)
+        busy.num_in_flight = 1
         await api.put("x", ip="10.0.0.1", **D)
         await until_urls(nodes, [], ["http://10.0.0.1:8000"])
         assert nodes.prefill == (busy,)
