@@ -70,7 +70,7 @@ class CompletionProxy:
         self._own_headers = (*node_authorization.dropped, *((b"traceparent",) if tracing is not None else ()))
         self._calls: set[Call] = set()
         self.metrics = metrics
-        self._dispatcher = Dispatcher(pairing, client, metrics, max_retries=config.max_retries, verdict_timeout_s=config.connect_timeout_s)
+        self._dispatcher = Dispatcher(pairing, client, metrics, config)
         self.draining = False
         self.idle = asyncio.Event()  # draining, and no request is open
 
@@ -176,7 +176,7 @@ class CompletionProxy:
         headers = headers_to_client(reply)
         streamed = is_event_stream(reply.header(b"content-type"))
         self.metrics.first_byte(ttft_s, streamed)
-        lines = header_lines(headers) + _placement_lines(placement, any(name == SITE_HEADER for name, _ in headers))
+        lines = header_lines(headers) + _placement_lines(placement, attempt.local_reason, any(name == SITE_HEADER for name, _ in headers))
         if not streamed:
             exchange.reply(200, lines, await _whole(call, attempt))
             leg.node.succeeded(leg.began_s)
@@ -251,13 +251,14 @@ def _cut_off(exchange: Exchange) -> None:
         exchange.abort()
 
 
-def _placement_lines(placement: Placement, site_is_said: bool) -> bytes:
-    """Which nodes serve it; and that the decode node computes the prompt, when it does."""
+def _placement_lines(placement: Placement, local_reason: str | None, site_is_said: bool) -> bytes:
+    """Which nodes serve it; and that the decode node computes the prompt, when it does, and why."""
+    prefill = b"" if placement.prefill is None else b"x-pdserve-prefill: %b\r\n" % placement.prefill.url.encode()
     decode = b"x-pdserve-decode: %b\r\n" % placement.decode.url.encode()
-    if placement.prefill is not None:
-        return b"x-pdserve-prefill: %b\r\n%b" % (placement.prefill.url.encode(), decode)
+    if local_reason is None:
+        return prefill + decode
     site = b"" if site_is_said else b"%b: local\r\n" % SITE_HEADER
-    return b"%b%bx-pdserve-local-prefill: %b\r\n" % (decode, site, (placement.local_reason or "").encode())
+    return b"%b%b%bx-pdserve-local-prefill: %b\r\n" % (prefill, decode, site, local_reason.encode())
 
 
 def _at(placement: Placement | None) -> str:

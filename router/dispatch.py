@@ -17,13 +17,14 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from common.config import RouterConfig
 from common.errors import RequestError
 from common.tracing import NODE_URL, Span
 from router.api_paths import ApiPath
 from router.ask import Ask
 from router.call import Call
 from router.connection import Reply
-from router.engines import ENGINES, LegRequest, Outgoing
+from router.engines import Engine, LegRequest, Outgoing, engines_for
 from router.legs import Leg, LegFailed, NodeClient, PrefillLeg, broken, message_head
 from router.metrics import RouterMetrics
 from router.node import Node
@@ -53,12 +54,14 @@ class Prompt:
 class Attempt:
     """The legs of one try. close() when its answer is not wanted any longer, or complete; owed in every case."""
 
-    __slots__ = ("_closed", "_counted", "_metrics", "_out", "_pool", "_prompt", "_spans", "call", "decode", "engine", "placement", "prefill")
+    __slots__ = ("_closed", "_counted", "_metrics", "_out", "_pool", "_prompt", "_spans", "call", "decode", "engine", "local_reason", "placement",
+                 "prefill")  # fmt: skip
 
-    def __init__(self, call: Call, prompt: Prompt, placement: Placement, client: NodeClient, metrics: RouterMetrics) -> None:
+    def __init__(self, call: Call, prompt: Prompt, placement: Placement, engine: Engine, client: NodeClient, metrics: RouterMetrics) -> None:
         self.call = call
         self.placement = placement
-        self.engine = ENGINES[placement.decode.engine or "pdserve"]
+        self.engine = engine
+        self.local_reason = placement.local_reason if prompt.api.pair else None  # why the decode node computes the prompt, if it does
         self.prefill: PrefillLeg | None = None
         self.decode: Leg | None = None
         self._prompt = prompt
@@ -126,6 +129,9 @@ class Attempt:
 
     def _start_decode(self, prefill_reply: bytes | None) -> None:
         request = self.engine.decode_leg(self._out, prefill_reply)
+        if request.local_reason is not None:
+            self.local_reason = request.local_reason
+            self._metrics.local(request.local_reason)
         node = self.placement.decode
         self.decode = Leg(self._pool, node, self._head(node, request), request.body, self._prompt.api.form, self.call.wake)
         self.decode.start()
@@ -167,12 +173,13 @@ class Attempt:
 
 
 class Dispatcher:
-    def __init__(self, pairing: Pairing, client: NodeClient, metrics: RouterMetrics, *, max_retries: int, verdict_timeout_s: float) -> None:
+    def __init__(self, pairing: Pairing, client: NodeClient, metrics: RouterMetrics, config: RouterConfig) -> None:
+        self._engines = engines_for(config.kv_connector)
         self._pairing = pairing
         self._client = client
         self._metrics = metrics
-        self._max_retries = max_retries
-        self._verdict_timeout_s = verdict_timeout_s
+        self._max_retries = config.max_retries
+        self._verdict_timeout_s = config.connect_timeout_s  # of a probe
 
     async def answer(self, call: Call, prompt: Prompt) -> Attempt:
         """An attempt whose decode node has begun to answer. Raises LegFailed, RequestError when there is no pair, or what interrupts
@@ -191,7 +198,8 @@ class Dispatcher:
                 self._metrics.retried(first.node.leg)
                 log.info("%s: tried again after %s", prompt.request_id, first)
             call.placement = placement
-            self._metrics.placed(placement)
+            if prompt.api.pair:
+                self._metrics.placed(placement)
             try:
                 return await self._try(call, prompt, placement)
             except LegFailed as failed:
@@ -205,15 +213,25 @@ class Dispatcher:
         raise first
 
     async def _place(self, call: Call, prompt: Prompt, tried: set[Node], busy: set[Node]) -> Placement:
+        """Of nodes that this request has tried only when there is no other, of busy ones never."""
         try:
-            return self._pairing.place(prompt.ask, tried, busy)
+            return self._place_now(prompt, tried, busy)
         except RequestError:
             if not await call.wait(asyncio.ensure_future(self._pairing.settled(self._verdict_timeout_s))):
                 raise
-        return self._pairing.place(prompt.ask, tried, busy)
+        return self._place_now(prompt, tried, busy)
+
+    def _place_now(self, prompt: Prompt, tried: set[Node], busy: set[Node]) -> Placement:
+        if not prompt.api.pair:
+            return self._pairing.place(prompt.ask, tried, busy, local_reason="no_prompt")
+        placement = self._pairing.place(prompt.ask, tried, busy)
+        if placement.prefill is None or (reason := self._engines[placement.decode.engine].local_reason(prompt.head)) is None:
+            return placement
+        placement.decode_ended()
+        return self._pairing.place(prompt.ask, tried, busy, local_reason=reason)
 
     async def _try(self, call: Call, prompt: Prompt, placement: Placement) -> Attempt:
-        attempt = Attempt(call, prompt, placement, self._client, self._metrics)
+        attempt = Attempt(call, prompt, placement, self._engines[placement.decode.engine], self._client, self._metrics)
         try:
             attempt.start()
             while not attempt.answered():

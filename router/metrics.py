@@ -78,9 +78,13 @@ class RouterMetrics:
             computes.num += 1
             computes.scores += placement.prefill_score
         elif placement.local_reason is not None:
-            self._local.add(placement.local_reason)
+            self.local(placement.local_reason)
         computes.prompt_tokens += placement.num_tokens
         computes.hit_tokens += placement.num_hit_tokens
+
+    def local(self, reason: str) -> None:
+        """A prompt is computed by its decode node."""
+        self._local.add(reason)
 
     def leg_ended(self, leg: Leg, node_url: str, status: int) -> None:
         """status: 200, the failure's, or 499 when it was given up."""

@@ -29,6 +29,7 @@ from common.config import RouterConfig
 from common.errors import Failure, RequestError, invalid, not_found
 from router.ask import Ask
 from router.breaker import State
+from router.engines import ENGINES
 from router.load import PrefillLoad
 from router.node import Leg, Node
 from router.nodes import NodeTable, candidates, disagreement
@@ -90,12 +91,6 @@ class Placement:
             self.decode.decode_load.end(self.num_kv_tokens, self._probe)
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    prefill: Node
-    decode: Node
-
-
 @dataclass(slots=True)
 class Fleet:
     """The candidates for one model, until the table changes."""
@@ -141,17 +136,18 @@ class Pairing:
             raise not_found(text, param="model", code="model_not_found")
         return asked
 
-    def place(self, ask: Ask, tried: Collection[Node] = (), busy: Collection[Node] = ()) -> Placement:
-        """Raises RequestError 503 when no node can serve it."""
+    def place(self, ask: Ask, tried: Collection[Node] = (), busy: Collection[Node] = (), *, local_reason: str | None = None) -> Placement:
+        """local_reason: why it must stay on a decode node, whatever --disaggregation says. Raises RequestError 503 when no node can serve it."""
         fleet = self._fleet(ask.model)
         prefills: Sequence[Node] = fleet.prefill
         decodes: Sequence[Node] = fleet.decode
         if fleet.guarded or tried or busy:
             prefills, decodes = self._allowed(fleet, tried, busy)
         hits = self.knowledge.match(ask)
-        local_reason: str | None = None
-        if self._disaggregation != "require":
-            local_reason, decodes = self._stays(ask, prefills, decodes, hits)
+        if local_reason is not None:
+            decodes = _computing(decodes)
+        elif self._disaggregation != "require":
+            local_reason, decodes = self._stays(ask, prefills, _computing(decodes), hits)
         if not (decodes if local_reason else prefills):
             raise RequestError(Failure(503, self.missing(ask.model) or "no pair", code="no_usable_pair", stage="router", retry_after_s=RETRY_AFTER_S))
         turn, self._turn = self._turn, self._turn + 1
@@ -175,12 +171,6 @@ class Pairing:
             return None
         hits = self.knowledge.match(ask)
         return min(node.prefill_load.done_s(ask.num_tokens - hits.get(node, 0)) for node in fleet.prefill)
-
-    def pick(self, model: str | None, tried: Collection[Node] = (), busy: Collection[Node] = ()) -> Pair:
-        placement = self.place(Ask(model, 0), tried, busy)
-        placement.decode_ended()
-        assert placement.prefill is not None
-        return Pair(placement.prefill, placement.decode)
 
     def missing(self, model: str | None = None) -> str | None:
         """Why no request for `model` (None: any) can be served; None when one can."""
@@ -266,6 +256,11 @@ def _allowed(nodes: Sequence[Node], tried: Collection[Node], busy: Collection[No
 def _in_turn(nodes: Sequence[Node], turn: int) -> Sequence[Node]:
     start = turn % len(nodes)
     return (*nodes[start:], *nodes[:start]) if start else nodes
+
+
+def _computing(decodes: Sequence[Node]) -> Sequence[Node]:
+    """Those that answer a request which names no prefill node."""
+    return [node for node in decodes if ENGINES[node.engine].decode_computes]
 
 
 def _serving(nodes: Sequence[Node], model: str | None) -> list[Node]:
