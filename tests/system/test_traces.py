@@ -7,13 +7,25 @@ from pathlib import Path
 import httpx
 import pytest
 from cluster import Cluster, running_cluster
-from otlp_collector import INTERNAL, SERVER, Collector, Got, collecting
+from otlp_collector import CLIENT, INTERNAL, SERVER, Collector, Got, collecting
 
-from common.tracing import CACHED_TOKENS, FINISH_REASONS, INPUT_TOKENS, MODEL, OPERATION, OUTPUT_TOKENS, REQUEST_ID, STATUS, TRANSFER_PAGES
+from common.tracing import (
+    CACHED_TOKENS,
+    FINISH_REASONS,
+    INPUT_TOKENS,
+    MODEL,
+    NODE_URL,
+    OPERATION,
+    OUTPUT_TOKENS,
+    REQUEST_ID,
+    STATUS,
+    TRANSFER_PAGES,
+)
 
 pytestmark = pytest.mark.system
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+NAME = "POST /v1/completions"
 NUM_PHASES = {"pdserve-prefill": 3, "pdserve-decode": 3}
 
 
@@ -31,41 +43,72 @@ def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, collecto
             yield made
 
 
-def ask(cluster: Cluster, **headers: str) -> None:
+def ask(url: str, request_id: str, **headers: str) -> None:
     body = {"model": "tiny", "prompt": [5] * 40, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
-    headers = {"x-request-id": "traced", **headers}
-    assert httpx.post(f"{cluster.router.url}/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
+    headers = {"x-request-id": request_id, **headers}
+    assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
 
 
-def wait_for(cluster: Cluster, collector: Collector, service: str) -> Got:
+def served(cluster: Cluster, collector: Collector, service: str, parent: str) -> Got:
     """The node's span of the request, once all that belongs below it is there."""
-    cluster.wait_until(lambda: bool(collector.named("POST /v1/completions", service)), f"a request span of {service}")
-    (request,) = collector.named("POST /v1/completions", service)
+
+    def found() -> list[Got]:
+        return [span for span in collector.named(NAME, service) if span.parent == parent]
+
+    cluster.wait_until(lambda: len(found()) == 1, f"a request span of {service}")
+    (request,) = found()
     cluster.wait_until(lambda: len(collector.children(request)) == NUM_PHASES[service], f"the phases of {service}")
     return request
 
 
-def test_nodes_continue_the_clients_trace(cluster: Cluster, collector: Collector) -> None:
-    """The router has no flag: what the client sent goes to both nodes."""
-    began_s = time.time()
-    ask(cluster, traceparent=f"00-{TRACE}-{PARENT}-01")
-    prefill, decode = (wait_for(cluster, collector, service) for service in NUM_PHASES)
-    assert {span.trace for span in collector.spans} == {TRACE}
+def check_nodes(collector: Collector, prefill: Got, decode: Got, request_id: str, num_cached_tokens: int) -> None:
     for request in (prefill, decode):
-        assert (request.parent, request.kind, request.error) == (PARENT, SERVER, None)
-        assert request.attributes == {STATUS: 200, MODEL: "tiny", OPERATION: "text_completion", REQUEST_ID: "traced"}
+        assert (request.kind, request.error) == (SERVER, None)
+        assert request.attributes == {STATUS: 200, MODEL: "tiny", OPERATION: "text_completion", REQUEST_ID: request_id}
     on_prefill = {span.name: span for span in collector.children(prefill)}
     on_decode = {span.name: span for span in collector.children(decode)}
     assert set(on_prefill) == {"queued", "prefill", "transfer"}
     assert set(on_decode) == {"queued", "waiting for KV", "decode"}
-    assert on_prefill["prefill"].attributes == {INPUT_TOKENS: 40, CACHED_TOKENS: 0}
-    assert on_prefill["transfer"].attributes[TRANSFER_PAGES] == 3
+    assert on_prefill["prefill"].attributes == {INPUT_TOKENS: 40, CACHED_TOKENS: num_cached_tokens}
+    assert on_prefill["transfer"].attributes[TRANSFER_PAGES] == 3 - num_cached_tokens // 16
     assert on_decode["decode"].attributes == {OUTPUT_TOKENS: 6, FINISH_REASONS: ["length"]}
     for request, phases in ((prefill, on_prefill), (decode, on_decode)):
         for phase in phases.values():
             assert (phase.kind, phase.error) == (INTERNAL, None)
-            assert began_s <= request.start_s <= phase.start_s <= phase.end_s <= time.time()
-    # the clock is one host's
+            assert request.start_s <= phase.start_s <= phase.end_s <= time.time()
+    # one host's clock
     assert on_decode["waiting for KV"].start_s <= on_prefill["prefill"].end_s <= on_decode["decode"].start_s
-    assert on_prefill["transfer"].start_s <= on_prefill["transfer"].end_s
-    assert on_decode["decode"].end_s - on_decode["decode"].start_s > 0
+    assert on_decode["decode"].start_s < on_decode["decode"].end_s
+
+
+def test_nodes_continue_the_clients_trace(cluster: Cluster, collector: Collector) -> None:
+    """The router has no flag: what the client sent goes to both nodes."""
+    ask(cluster.router.url, "plain", traceparent=f"00-{TRACE}-{PARENT}-01")
+    prefill, decode = (served(cluster, collector, service, PARENT) for service in NUM_PHASES)
+    assert prefill.trace == decode.trace == TRACE
+    check_nodes(collector, prefill, decode, "plain", 0)
+
+
+def test_one_tree_from_the_client_through_the_router_to_both_nodes(cluster: Cluster, collector: Collector) -> None:
+    router = cluster.launch_router("--otlp-traces-endpoint", collector.url)
+    cluster.wait_until(lambda: httpx.get(f"{router.url}/ready").status_code == 200, "router ready")
+    trace, parent = TRACE[::-1], PARENT[::-1]
+    ask(router.url, "routed", traceparent=f"00-{trace}-{parent}-01")
+    cluster.wait_until(lambda: len(collector.named(NAME, "pdserve-router")) == 1, "the router's span")
+    (request,) = collector.named(NAME, "pdserve-router")
+    assert (request.trace, request.parent, request.kind, request.error) == (trace, parent, SERVER, None)
+    assert request.attributes[STATUS] == 200
+    assert request.attributes[REQUEST_ID] == "routed"
+    cluster.wait_until(lambda: len(collector.children(request)) == 2, "both legs")
+    legs = {span.name: span for span in collector.children(request)}
+    prefill_leg, decode_leg = legs["prefill leg"], legs["decode leg"]
+    for leg, node in ((prefill_leg, cluster.prefills[0]), (decode_leg, cluster.decodes[0])):
+        assert (leg.kind, leg.error, leg.attributes[NODE_URL], leg.attributes[STATUS]) == (CLIENT, None, node.url, 200)
+        assert request.start_s <= leg.start_s <= leg.end_s <= time.time()
+    prefill = served(cluster, collector, "pdserve-prefill", prefill_leg.id)
+    decode = served(cluster, collector, "pdserve-decode", decode_leg.id)
+    assert {span.trace for span in collector.spans if span.start_s >= request.start_s} == {trace}
+    assert prefill_leg.start_s <= prefill.start_s
+    assert decode_leg.start_s <= decode.start_s
+    check_nodes(collector, prefill, decode, "routed", 32)
+    assert router.stop() == 0
