@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--trace-speed", type=float, default=1.0, help="arrivals come this many times as fast (default: %(default)s)")
     flags.add_argument("--num-requests", type=int, help="only the first (default: all)")
     flags.add_argument("--policies", default=",".join(get_args(PolicyName)), help="default: %(default)s")
+    flags.add_argument("--routers", type=int, default=1, help="that share the nodes, and take turns (default: %(default)s)")
     flags.add_argument("--disaggregation", choices=["require", "prefer", "never"], default="require", help="default: %(default)s")
     return flags
 
@@ -75,7 +76,7 @@ def placing_us(cluster: Cluster, jobs: Sequence[Job]) -> float:
     """Processor time of a placement and its ends, with the knowledge that the run left behind."""
     began_s = time.process_time()
     for each in jobs:
-        placement = cluster.pairing.place(each.ask)
+        placement = cluster.routers[0].place(each.ask)
         placement.decode_ended()
     return (time.process_time() - began_s) / len(jobs) * 1e6
 
@@ -89,7 +90,7 @@ def main() -> None:
     print(f"{options.trace.name}, {len(jobs)} requests in {jobs[-1].arrives_s:.0f} s, {options.prefill} prefill and {options.decode} decode nodes\n")
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     for policy in options.policies.split(","):
-        cluster = Cluster(prefills, decodes, RouterConfig(policy=policy, disaggregation=options.disaggregation))
+        cluster = Cluster(prefills, decodes, RouterConfig(policy=policy, disaggregation=options.disaggregation), options.routers)
         answered = cluster.run(jobs)
         print("| " + " | ".join(row(policy, cluster, answered, placing_us(cluster, jobs))) + " |", flush=True)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from common.config import RouterConfig
 from router.ask import Ask, block_hashes
-from router.node import Node, NodeInfo, PageCounts
+from router.node import NodeInfo, PageCounts
 from router.nodes import NodeTable
 from router.pairing import Pairing, Placement
 
@@ -61,8 +61,8 @@ class DecodeSpec:
 @dataclass(frozen=True, slots=True)
 class Answered:
     job: Job
-    prefill: Node | None
-    decode: Node
+    prefill: str | None  # URLs
+    decode: str
     ttft_s: float
     e2e_s: float
     num_cached_tokens: int
@@ -198,21 +198,25 @@ class DecodeMachine:
 
 
 class Cluster:
-    """The router's pairing with simulated nodes behind it; config's other settings than nodes are used as they are."""
+    """Routers' pairing with simulated nodes behind it; config's other settings than nodes are used as they are. Several routers take turns
+    at the requests, and know of each other what probes say."""
 
-    def __init__(self, prefills: Sequence[PrefillSpec], decodes: Sequence[DecodeSpec], config: RouterConfig) -> None:
+    def __init__(self, prefills: Sequence[PrefillSpec], decodes: Sequence[DecodeSpec], config: RouterConfig, num_routers: int = 1) -> None:
         self.time = Timeline()
-        self.nodes = NodeTable(clock=self.time)
-        self.prefills = {self.nodes.add("prefill", f"http://p{n}:1"): PrefillMachine(self.time, spec) for n, spec in enumerate(prefills)}
-        self.decodes = {
-            self.nodes.add("decode", f"http://d{n}:1"): DecodeMachine(self.time, spec, PrefillMachine(self.time, spec.prompts))
-            for n, spec in enumerate(decodes)
-        }
-        self.pairing = Pairing(self.nodes, config, self.time)
+        self.prefills = {f"http://p{n}:1": PrefillMachine(self.time, spec) for n, spec in enumerate(prefills)}
+        self.decodes = {f"http://d{n}:1": DecodeMachine(self.time, spec, PrefillMachine(self.time, spec.prompts)) for n, spec in enumerate(decodes)}
         self.answered: list[Answered] = []
-        for node in self.nodes.prefill:
-            num_pages = self.prefills[node].spec.cache_tokens // PAGE_TOKENS
-            node.probe_succeeded(NodeInfo(page_size=PAGE_TOKENS, pages=PageCounts(num_pages, 0, num_pages)), node.num_blames)
+        self.routers: list[Pairing] = []
+        for _ in range(num_routers):
+            nodes = NodeTable(clock=self.time)
+            for url, machine in self.prefills.items():
+                num_pages = machine.spec.cache_tokens // PAGE_TOKENS
+                info = NodeInfo(page_size=PAGE_TOKENS, pages=PageCounts(num_pages, 0, num_pages))
+                nodes.add("prefill", url).probe_succeeded(info, 0)
+            for url in self.decodes:
+                nodes.add("decode", url)
+            self.routers.append(Pairing(nodes, config, self.time))
+        self._arrivals = itertools.cycle(self.routers)
         self._probe()
 
     def run(self, jobs: Sequence[Job]) -> list[Answered]:
@@ -231,12 +235,13 @@ class Cluster:
         return self.answered
 
     def _probe(self) -> None:
-        for node, machine in self.decodes.items():
-            node.probe_succeeded(machine.info(), node.num_blames)
+        for router in self.routers:
+            for node in router.nodes.decode:
+                node.probe_succeeded(self.decodes[node.url].info(), node.num_blames)
 
     def _arrive(self, each: Job) -> None:
-        placement = self.pairing.place(each.ask)
-        decode = self.decodes[placement.decode]
+        placement = next(self._arrivals).place(each.ask)
+        decode = self.decodes[placement.decode.url]
         cached: list[int] = []
         admitted: list[None] = []
 
@@ -255,10 +260,11 @@ class Cluster:
             placement.prefill_ended(True)
             decode.decode(each, lambda: self._ended(each, placement, ttft_s, cached[0]))
 
-        (decode.prompts if placement.prefill is None else self.prefills[placement.prefill]).submit(each, computed)
+        (decode.prompts if placement.prefill is None else self.prefills[placement.prefill.url]).submit(each, computed)
         decode.admit(each, has_room)
 
     def _ended(self, each: Job, placement: Placement, ttft_s: float, num_cached_tokens: int) -> None:
         placement.decode_ended()
-        self.answered.append(Answered(each, placement.prefill, placement.decode, ttft_s, self.time.now_s - each.arrives_s, num_cached_tokens,
+        prefill = None if placement.prefill is None else placement.prefill.url
+        self.answered.append(Answered(each, prefill, placement.decode.url, ttft_s, self.time.now_s - each.arrives_s, num_cached_tokens,
                                       placement.num_hit_tokens))

@@ -9,9 +9,10 @@ as long as its bit is set from block to block. Dicts keep the order of insertion
 that follow it, so that the first entries are the least recently used, and of one prompt its end. They go, some at a time, when the
 dict is full.
 
-A node's own cache is also full some day. It has forgotten what was sent before its last `tokens_total` new tokens, where it says how many its
-pool has: for each node we keep the number of the placement at which those begin. (A block that several nodes hold has one number, the latest:
-of a node that was not sent it lately too much is thought; it is short, or a conversation that moved.)
+A node's own cache is also full some day, and gives up what was used least recently. Where a node says how many tokens its pool has, we keep for
+it the number of the placement from which on it was sent so many different ones; what was sent before is forgotten there. (A block
+that several nodes hold has one number, the latest: of a node that was not sent it lately too much is thought; it is short, or of a
+conversation that moved.)
 
 A bit of a node that is gone is masked out of what is read, and given to another node only when every entry that may hold it has been
 written again or is gone: after as many new entries as the index holds.
@@ -20,9 +21,11 @@ Memory, measured as growth of the process over 1M different prompts of 1 KiB: 15
 the four million that these prompts have.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Protocol
 
 from router.ask import EXPECTED_OUTPUT_TOKENS, Ask, block_end
@@ -50,7 +53,7 @@ class PrefixKnowledge(Protocol):
 
 
 class Holder:
-    """A node, and how far back its cache reaches."""
+    """A node, and how far back its cache reaches: an account of the tokens that it was sent last in each span of placements."""
 
     __slots__ = ("_num_tokens", "_spans", "bit", "node", "since")
 
@@ -58,20 +61,27 @@ class Holder:
         self.node = node
         self.bit = bit
         self.since = 0  # the placement from which on it holds what it was sent
-        self._spans: deque[list[int]] = deque()  # first placement, new tokens
+        self._spans: list[list[int]] = []  # first placement, tokens
         self._num_tokens = 0  # in all spans
 
-    def sent(self, placement: int, num_new_tokens: int) -> None:
+    def moved(self, placement: int, num_tokens: int) -> None:
+        """Tokens that it held since then are sent again, and will be counted as such."""
+        if placement >= self.since and self._spans:
+            span = self._spans[max(bisect_right(self._spans, placement, key=itemgetter(0)) - 1, 0)]
+            num_tokens = min(num_tokens, span[1])
+            span[1] -= num_tokens
+            self._num_tokens -= num_tokens
+
+    def sent(self, placement: int, num_tokens: int) -> None:
         capacity = self.node.info.tokens_total
         if capacity is None:
             return
-        if self._spans and self._spans[-1][1] < capacity // SPANS:
-            self._spans[-1][1] += num_new_tokens
-        else:
-            self._spans.append([placement, num_new_tokens])
-        self._num_tokens += num_new_tokens
+        if not self._spans or self._spans[-1][1] >= capacity // SPANS:
+            self._spans.append([placement, 0])
+        self._spans[-1][1] += num_tokens
+        self._num_tokens += num_tokens
         while self._num_tokens > capacity and len(self._spans) > 1:
-            self._num_tokens -= self._spans.popleft()[1]
+            self._num_tokens -= self._spans.pop(0)[1]
             self.since = self._spans[0][0]
 
 
@@ -88,14 +98,12 @@ class PrefixIndex:
         self._num_placed = 0
         self._num_added = 0  # entries ever
         self._resting: deque[tuple[int, int]] = deque()  # bit, and _num_added from which it may be given out again
-        self._matched: tuple[Ask, Mapping[Node, int]] | None = None  # the last
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def match(self, ask: Ask) -> dict[Node, int]:
         hits: dict[Node, int] = {}
-        self._matched = ask, hits
         holding, number = self._live, 0
         entry: Entry | None = None
         read = self._blocks.get
@@ -138,30 +146,36 @@ class PrefixIndex:
 
     def placed(self, nodes: Sequence[Node], ask: Ask) -> None:
         self._num_placed += 1
-        bits = 0
-        for node in nodes:
-            holder = self._holders.get(node) or self._new_holder(node)
-            bits |= holder.bit
-            holder.sent(self._num_placed, self._num_new_tokens(node, ask))
-            if holder.since > self._latest_since:
-                self._latest_since = holder.since
+        holders = [self._holders.get(node) or self._new_holder(node) for node in nodes]
+        bits = sum(holder.bit for holder in holders)
         blocks, take, before = self._blocks, self._blocks.pop, len(self._blocks)
         fresh: Entry = (bits, self._num_placed)
-        known, renewed = NOBODY, fresh  # what was there, and what takes its place: mostly the same for block after block
-        for block in reversed(ask.blocks):
+        known, renewed, end = NOBODY, fresh, len(ask.blocks)  # what was there, what takes its place, and up to where both are the same
+        for number in range(end - 1, -1, -1):
+            block = ask.blocks[number]
             entry = take(block, NOBODY)
             if entry is not known:
-                known, renewed = entry, (fresh if entry is NOBODY else (self._holding(entry) | bits, self._num_placed))
+                self._move(holders, known, number + 1, end, ask)
+                known, end = entry, number + 1
+                renewed = fresh if entry is NOBODY else (self._holding(entry) | bits, self._num_placed)
             blocks[block] = renewed
+        self._move(holders, known, 0, end, ask)
         self._num_added += len(blocks) - before
+        for holder in holders:
+            num_answer_tokens = min(ask.max_output_tokens, EXPECTED_OUTPUT_TOKENS) if holder.node.leg == "decode" else 0
+            holder.sent(self._num_placed, ask.num_tokens + num_answer_tokens)
+            if holder.since > self._latest_since:
+                self._latest_since = holder.since
         if len(blocks) > self._size:
             self._evict()
 
-    def _num_new_tokens(self, node: Node, ask: Ask) -> int:
-        """That its cache takes in. A placement asks first what is there (match), and then places."""
-        num_hit_tokens = self._matched[1].get(node, 0) if self._matched is not None and self._matched[0] is ask else 0
-        num_answer_tokens = min(ask.max_output_tokens, EXPECTED_OUTPUT_TOKENS) if node.leg == "decode" else 0
-        return ask.num_tokens - num_hit_tokens + num_answer_tokens
+    @staticmethod
+    def _move(holders: Sequence[Holder], entry: Entry, begin: int, end: int, ask: Ask) -> None:
+        """Blocks begin to end had this entry until now."""
+        bits, placement = entry
+        for holder in holders:
+            if holder.bit & bits:
+                holder.moved(placement, ask.num_tokens * (block_end(end) - block_end(begin)) // ask.num_bytes)
 
     def _evict(self) -> None:
         surplus = len(self._blocks) - self._size
