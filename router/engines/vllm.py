@@ -10,7 +10,8 @@ request, and the decode node would continue another's pages without an error. Wh
 before the token limit, because a connector may park pages only then.
 
 What cannot be split is computed by the decode node, as it says: n > 1 and lists of prompts (the parameters name one prompt's pages, which are
-released after one reader), prompt log-probabilities and echo (they need the prompt's logits, where the decode node samples).
+released after one reader), prompt log-probabilities and echo (they need the prompt's logits, where the decode node samples), and /v1/responses
+(it may run tools and keep what it answered: nothing to be done twice).
 
 Parameters that a client sends are taken out: they name pages of others.
 
@@ -37,8 +38,8 @@ MOONCAKE_PORT = 8998  # of a bootstrap server, as vLLM has it
 ONE_TOKEN = {"max_tokens": b"1", "ignore_eos": b"true"}
 NOT_STREAMED = {"stream": b"false"}
 UNWANTED = (
-    "max_completion_tokens", "min_tokens", "min_completion_tokens", "stream_options", "stop", "stop_token_ids", "n", "best_of",
-    "logprobs", "top_logprobs", "logprob_token_ids", "repetition_detection", "thinking_token_budget",
+    "max_completion_tokens", "min_tokens", "min_completion_tokens", "stream_options", "stop", "stop_token_ids", "stop_sequences", "n",
+    "best_of", "logprobs", "top_logprobs", "logprob_token_ids", "repetition_detection", "thinking_token_budget",
 )  # fmt: skip
 # What keeps a request whole, unless it is one of these values.
 WHOLE: dict[str, tuple[bytes, ...]] = {
@@ -47,6 +48,7 @@ WHOLE: dict[str, tuple[bytes, ...]] = {
     "use_beam_search": (b"false", b"null"),
     "prompt_logprobs": (b"null",),
     "echo": (b"false", b"null"),
+    "input": (),  # of /v1/responses
 }
 NIXL_PARAMS = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}'

@@ -113,6 +113,7 @@ SPLIT = {
     "tools": (CHAT, {"messages": [{}], "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}),
     "one of one": (COMPLETIONS, {"prompt": ["a"], "n": 1, "echo": False, "best_of": None}),
     "token ids": (COMPLETIONS, {"prompt": [1, 2, 3], "max_tokens": 1}),
+    "messages": ("/v1/messages", {"messages": [{}], "max_tokens": 9, "system": "s", "stop_sequences": ["a"], "stream": True}),
 }
 WHOLE_ONLY = {
     "n": (CHAT, {"messages": [{}], "n": 2, "stream": True}),
@@ -121,6 +122,7 @@ WHOLE_ONLY = {
     "prompt_logprobs": (CHAT, {"messages": [{}], "prompt_logprobs": 0}),
     "echo": (COMPLETIONS, {"prompt": "a", "echo": True, "max_tokens": 0}),
     "batch": (COMPLETIONS, {"prompt": ["a", "b"]}),
+    "input": ("/v1/responses", {"input": "a", "max_output_tokens": 5}),
 }
 
 

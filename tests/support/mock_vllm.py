@@ -16,11 +16,14 @@ from mock_node import DONE, EVENTS, WHOLE, MockNode, Received, Rooms
 # Members that can get into no prompt; all others of the two legs must be the same.
 SAMPLING = {
     "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos",
+    "stop_sequences",
     "logprobs", "top_logprobs", "prompt_logprobs", "temperature", "top_p", "seed", "kv_transfer_params", "echo", "priority",
 }  # fmt: skip
 INTEGERS = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "top_logprobs", "prompt_logprobs", "seed", "priority")
 NULLABLE = {  # what may be null, by endpoint
     "/v1/chat/completions": {"max_tokens", "max_completion_tokens", "n", "top_logprobs", "prompt_logprobs", "seed", "stream", "logprobs"},
+    "/v1/messages": {"stream"},
+    "/v1/responses": {"max_output_tokens", "stream"},
     "/v1/completions": {"max_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs", "seed", "stream", "echo", "logprobs"},
 }
 MESSAGE = {"role": "user", "content": "a"}
@@ -182,11 +185,11 @@ def check_body(request: Received) -> dict[str, Any]:
 
 
 def check_options(path: str, body: dict[str, Any]) -> None:
-    chat = path == "/v1/chat/completions"
+    chat = path in ("/v1/chat/completions", "/v1/messages")
     limit = next((value for name in ("max_completion_tokens", "max_tokens") if (value := body.get(name)) is not None), None)
     wrong = {
         "`messages` is missing": chat and not body.get("messages"),
-        "Either prompt or prompt_embeds must be provided and non-empty.": not chat and not body.get("prompt"),
+        "Either prompt or prompt_embeds must be provided and non-empty.": path == "/v1/completions" and not body.get("prompt"),
         "Stream options can only be defined when `stream=True`.": body.get("stream_options") and not body.get("stream"),
         "max_tokens must be at least 1": limit is not None and limit < 1 and not body.get("echo"),
         "min_tokens must be less than or equal to max_tokens": limit is not None and (body.get("min_tokens") or 0) > limit,
