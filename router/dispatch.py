@@ -94,11 +94,12 @@ class Attempt:
                 raise prefill.failure
             return False
         if decode.failure is None and decode.answered and decode.reply is not None:
-            if decode.reply.has_parts:
+            reply = decode.reply
+            if reply.has_parts:
                 return True
-            node, error = decode.node, decode.reply.error
-            what = "its reply is empty" if decode.reply.complete else f"its reply is cut short: {error}"
-            decode.fail(broken(node, what, decode.began_s))
+            if reply.complete or reply.error is not None:  # else only its head has come, and somebody else woke us
+                what = "its reply is empty" if reply.complete else f"its reply is cut short: {reply.error}"
+                decode.fail(broken(decode.node, what, decode.began_s))
         failures = [leg.failure for leg in (prefill, decode) if leg is not None and leg.failure is not None]
         if failures:
             raise min(failures, key=lambda failure: failure.retryable)  # of two at once, the one that speaks of the request itself
@@ -128,7 +129,10 @@ class Attempt:
             self._give_up_prefill()
 
     def _start_decode(self, prefill_reply: bytes | None) -> None:
-        request = self.engine.decode_leg(self._out, prefill_reply)
+        try:
+            request = self.engine.decode_leg(self._out, prefill_reply)
+        except RequestError as error:  # of what the prefill node answered
+            raise broken(self.placement.prefill or self.placement.decode, error.failure.message) from None
         if request.local_reason is not None:
             self.local_reason = request.local_reason
             self._metrics.local(request.local_reason)

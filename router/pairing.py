@@ -175,9 +175,9 @@ class Pairing:
     def missing(self, model: str | None = None) -> str | None:
         """Why no request for `model` (None: any) can be served; None when one can."""
         fleet = self._fleet(model)
-        if fleet.prefill or (fleet.decode and self._disaggregation != "require"):
+        if (fleet.prefill and self._disaggregation != "never") or (self._disaggregation != "require" and _computing(fleet.decode)):
             return None
-        needed: tuple[Leg, ...] = ("prefill", "decode") if self._disaggregation == "require" else ("decode",)
+        needed: tuple[Leg, ...] = {"require": ("prefill", "decode"), "prefer": ("decode", "prefill"), "never": ("decode",)}[self._disaggregation]
         for leg in needed:
             nodes = self.nodes.prefill if leg == "prefill" else self.nodes.decode
             if not nodes:
@@ -187,7 +187,9 @@ class Pairing:
                 return f"no {leg} node serves {model!r}"
             if not any(_may_serve(node) for node in serving):
                 return f"no usable {leg} node: " + "; ".join(f"{node.url} {node.reason or 'is drained'}" for node in serving)
-        return "no compatible pair: " + "; ".join(self.disagreements(model))
+        if reasons := self.disagreements(model):
+            return "no compatible pair: " + "; ".join(reasons)
+        return f"the decode nodes compute no prompts themselves, as --disaggregation {self._disaggregation} would have it"
 
     def disagreements(self, model: str | None = None) -> list[str]:
         """What keeps usable nodes from being pairs."""
