@@ -1,7 +1,7 @@
 """Is a node there, and what is it? One probe per node and interval: is it ready, and what does it say of itself.
 
-    engine not known    GET /ready (404: /health), then what detect() wants to know (engines/detect.py)
-    pdserve             GET /ready (404: /health), GET /server_info
+    engine not known    GET /ready (none: /health), then what detect() wants to know (engines/detect.py)
+    pdserve             GET /ready (none: /health), GET /server_info
     sglang, vllm        GET /health, which is all the readiness they show; GET /server_info or /v1/models
 
 A node whose facts cannot be read is used without them. A node that a request blamed is probed at once. A probe has a time limit
@@ -23,6 +23,7 @@ from router.nodes import Node, NodeInfo, NodeTable
 
 MAX_SILENT_PROBES = 2
 MAX_INFO_BYTES = 1 << 20
+NO_SUCH_PATH = (401, 403, 404)  # older SGLang with --api-key answers 401 but to /health and /metrics (srt/utils: add_api_key_middleware)
 ROLES = ("prefill", "decode")
 
 log = logging.getLogger(__name__)
@@ -35,11 +36,13 @@ class NotReady(Exception):
 class Prober:
     """Probes every node for as long as `run` runs."""
 
-    def __init__(self, nodes: NodeTable, client: NodeClient, *, interval_s: float, timeout_s: float) -> None:
+    def __init__(self, nodes: NodeTable, client: NodeClient, *, interval_s: float, timeout_s: float, headers: bytes = b"") -> None:
+        """headers: lines that nodes want to see, such as their key."""
         self._nodes = nodes
         self._client = client
         self._interval_s = interval_s
         self._timeout_s = timeout_s
+        self._headers = headers
 
     async def run(self) -> None:
         """A task for each node, as long as it is in the table. Ends by cancellation, or by a fault in one of them."""
@@ -111,14 +114,14 @@ class Prober:
         engine = self._nodes.engine or (None if node.away else node.engine)  # what was away may have come back as another
         status = 404
         if engine in (None, "pdserve"):
-            status, _ = await self._client.get(node, "/ready", MAX_INFO_BYTES)
-        if status == 404:
-            status, _ = await self._client.get(node, "/health", MAX_INFO_BYTES)
+            status, _ = await self._get(node, "/ready")
+        if status in NO_SUCH_PATH:
+            status, _ = await self._get(node, "/health")
         if status != 200:
             raise NotReady(f"is not ready (it answers {status})")
         answers: dict[str, tuple[int, bytes]] = {}
         for path in DETECT_PATHS if engine is None else INFO_PATHS[engine]:
-            answers[path] = await self._client.get(node, path, MAX_INFO_BYTES)
+            answers[path] = await self._get(node, path)
             engine = engine or detect(answers)
             if engine is not None and answers[path][0] == 200:
                 break
@@ -129,6 +132,9 @@ class Prober:
         if info.disaggregation_mode in ROLES and info.disaggregation_mode != node.leg:
             raise NotReady(f"is a {info.disaggregation_mode} node, and was given as a {node.leg} node; give it as --{info.disaggregation_mode}")
         return engine, info
+
+    async def _get(self, node: Node, path: str) -> tuple[int, bytes]:
+        return await self._client.get(node, path, MAX_INFO_BYTES, self._headers)
 
     async def _mooncake_engines(self, node: Node) -> list[str]:
         """Raises NotReady when they cannot be had: no decode node finds this one's pages then."""

@@ -81,9 +81,9 @@ class NodeClient:
         for pool in (self.pool, self._probing):
             pool.close()
 
-    async def get(self, node: Node, path: str, max_bytes: int) -> tuple[int, bytes]:
-        """Status and body. Raises NotHttp, OSError or OverflowError; nobody is blamed."""
-        head = message_head(b"GET", node, path.encode(), b"")
+    async def get(self, node: Node, path: str, max_bytes: int, headers: bytes = b"") -> tuple[int, bytes]:
+        """Status and body. headers: further lines. Raises NotHttp, OSError or OverflowError; nobody is blamed."""
+        head = message_head(b"GET", node, path.encode(), headers)
         reply = await self._exchange(node, head)
         try:
             return cast(int, reply.status), await read_whole(reply, max_bytes)

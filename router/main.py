@@ -196,7 +196,8 @@ class Parts:
             bridge = AsgiBridge(admin_app(admin, self.siblings.broadcast, check), _nobody_counts, scheme="http")
             self.admin_servers.append((Server(bridge, limits, bodies), listener))
             log.info("admin surface on http://%s:%d", *listener.getsockname()[:2])
-        self.prober = Prober(nodes, self.client, interval_s=config.health_check_interval_s, timeout_s=config.connect_timeout_s)
+        self.prober = Prober(nodes, self.client, interval_s=config.health_check_interval_s, timeout_s=config.connect_timeout_s,
+                             headers=authorization.line)
         self.background.append(self.prober.run())
         if config.service_discovery:
             from router import discovery  # with Kubernetes' client, which only this needs

@@ -4,6 +4,7 @@ import asyncio
 import json
 import selectors
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,28 @@ async def test_what_engine_may_be_said() -> None:
         await until(lambda: made.router.nodes.prefill[0].usable, "usable")
         assert made.router.nodes.prefill[0].engine == "vllm"
         assert {get.path for get in made.prefills[0].gets} == {"/health", "/v1/models"}
+
+
+async def test_nodes_that_want_a_key_get_it(tmp_path: Path) -> None:
+    """Without it such a node is used, but nothing is known of it."""
+    file = tmp_path / "node.key"
+    file.write_text("node-key")
+    file.chmod(0o600)
+
+    async def locked(request: Received) -> None:
+        if request.path != "/health" and request.headers.get("authorization") != "Bearer node-key":
+            await request.reply(401, b"{}")
+        else:
+            known = request.path in SURFACES["vllm"]
+            await request.reply(200 if known else 404, json.dumps(SURFACES["vllm"].get(request.path, {})).encode())
+
+    for path, engine, model in ((str(file), "vllm", "m"), (None, None, None)):
+        async with rig(ready=False, node_api_key_file=path) as made:
+            for mock in (*made.prefills, *made.decodes):
+                mock._get = locked  # type: ignore[method-assign]
+            nodes = made.router.nodes
+            await until(lambda nodes=nodes: all(node.usable for node in nodes.all), "usable")  # type: ignore[misc]
+            assert {(node.engine, node.info.served_model_name) for node in nodes.all} == {(engine, model)}
 
 
 async def test_adapters_and_aliases_are_models_too() -> None:
@@ -241,7 +264,7 @@ class Network:
     def __init__(self, fault: str, has_ready: bool, away_s: float, back_s: float) -> None:
         self.fault, self.has_ready, self.away_s, self.back_s = fault, has_ready, away_s, back_s
 
-    async def get(self, node: Node, path: str, max_bytes: int) -> tuple[int, bytes]:
+    async def get(self, node: Node, path: str, max_bytes: int, headers: bytes) -> tuple[int, bytes]:
         now_s = asyncio.get_running_loop().time()
         if path == "/ready" and not self.has_ready:
             return 404, b""
