@@ -1,7 +1,7 @@
 """What nodes hold of a prompt, from what they publish themselves (--kv-events), and from guesses where they do not.
 
 For each node that publishes KV events (it says so in /server_info; vLLM and SGLang do not, and are taken to use their default port) there is one
-ZMQ subscription, from its first good probe until it leaves the table. A node that restarts (another incarnation, or another port) gets a new one.
+ZMQ subscription, from its first good probe until it leaves the table. A node that restarts gets a new one (forget), or is on another port.
 Messages are numbered. After a gap nothing of what was known of that node is believed any more, and the subscription is made anew:
 pdserve's nodes then tell all they hold (common/kvcache/events.py), others go on from there, and what they held before stays unknown.
 
@@ -58,7 +58,6 @@ class Subscription:
     def __init__(self, context: ZmqContext, node: Node, endpoint: str, counts: Counts, clock: Callable[[], float]) -> None:
         """Raises zmq.ZMQError for an endpoint that is none."""
         self.endpoint = endpoint
-        self.incarnation = node.info.incarnation
         self.held = HeldBlocks(clock)
         self.ask_again = False
         self._url = node.url
@@ -196,7 +195,7 @@ class KnownPrefixes:
         """One look at the table."""
         wanted = {node: endpoint for node in self._nodes.all if (endpoint := _endpoint(node)) is not None}
         for node, subscription in list(self._subscriptions.items()):
-            if wanted.get(node) != subscription.endpoint or node.info.incarnation != subscription.incarnation:
+            if wanted.get(node) != subscription.endpoint:
                 self._subscriptions.pop(node).close()
             elif subscription.ask_again:
                 subscription.subscribe_again()

@@ -174,15 +174,16 @@ async def test_text_is_looked_up_by_its_tokens_and_salted_prompts_are_not(world:
 
 async def test_after_a_gap_everything_is_learnt_anew(world: World) -> None:
     await world.ready()
-    publisher, ask = world.publishers[0], await world.ask(PROMPT)
+    publisher, ask, lost = world.publishers[0], await world.ask(PROMPT), await world.ask(list(range(500, 520)))
     publisher.store(PROMPT[:20])
     await world.settled(lambda: world.hits(ask)[0] == 20, "it is known")
     publisher.evict_all()
+    publisher.store(list(range(500, 516)))
     publisher.events._events.clear()  # lost, with its number
     publisher.events.num_published += 1
     publisher.store(PROMPT[:12])
     await world.settled(lambda: world.known.counts.gaps == 1, "the gap is seen")
-    await world.settled(lambda: world.hits(ask)[0] == 12 and world.known.num_blocks[world.nodes[0]] == 3, "what it really holds")
+    await world.settled(lambda: (world.hits(ask)[0], world.hits(lost)[0], world.known.num_blocks[world.nodes[0]]) == (12, 16, 7), "what it holds")
     assert world.known.counts.gaps == 1
 
 
@@ -272,6 +273,12 @@ async def test_a_node_that_tells_no_snapshot_is_guessed_where_nothing_is_known(w
     await until(send, "an event has come")
     assert world.hits(await world.ask(other))[2] == 16
     assert world.hits(await world.ask(long))[2] > 100
+    world.table.remove(world.nodes[0])
+    number, other[0] = number + 3, 1  # a gap: what was stored may have been removed
+    send()
+    await until(lambda: world.known.counts.gaps == 1, "the gap is seen")
+    assert world.hits(await world.ask(other))[2] == 16
+    assert world.hits(await world.ask([500, *other[1:]]))[2] == 0
     socket.close()
 
 

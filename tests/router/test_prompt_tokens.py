@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from http_node import write_model_dir
 from text_tokenizers import KINDS, write_checkpoint
+from tokenizers import AddedToken, pre_tokenizers
 
 from common.server.openai_schema import RequestParser
 from common.server.tokenizer import Tokenizer
@@ -80,6 +81,22 @@ async def test_tokens_are_the_nodes(
             assert found is None  # several prompts go to one pair: none of them decides
         else:
             assert found == pack(node_tokens(tokenizer, body)), body
+
+
+@pytest.mark.parametrize("kind", ["the first word only has a space before it", "special tokens eat the space behind them"])
+async def test_a_conversation_is_not_cut_where_its_pieces_would_be_other_tokens(kind: str, tmp_path: Path) -> None:
+    backend = KINDS["metaspace"]()
+    if kind.startswith("special"):
+        backend.add_special_tokens([AddedToken("<|im_start|>", normalized=False, special=True, rstrip=True)])
+        template = "{% for message in messages %}<|im_start|> {{ message.content }}<|im_end|>{% endfor %}"
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        template = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    tokenizer = Tokenizer.from_dir(write_checkpoint(tmp_path, backend, {"chat_template": template}))
+    reader = PromptReader(tokenizer)
+    for body in BODIES[:4]:
+        assert await tokens(reader, body) == pack(node_tokens(tokenizer, body))
+    reader.close()
 
 
 async def test_a_further_turn_tokenises_its_own_text_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
