@@ -37,6 +37,7 @@ from router.policy import POLICIES
 from router.prefix_index import PrefixIndex, PrefixKnowledge
 
 RETRY_AFTER_S = 1.0
+NEEDED: dict[str, tuple[Leg, ...]] = {"require": ("prefill", "decode"), "prefer": ("decode", "prefill"), "never": ("decode",)}
 MAX_MODEL_CHARACTERS = 80  # of a client's text in an error
 MAX_FLEETS = 256  # where nodes do not say what they serve, clients make the names up
 FLEET_INTERVAL_S = 1.0  # how often rates are compared and fade; not with each request: it looks at every node
@@ -177,8 +178,7 @@ class Pairing:
         fleet = self._fleet(model)
         if (fleet.prefill and self._disaggregation != "never") or (self._disaggregation != "require" and _computing(fleet.decode)):
             return None
-        needed: tuple[Leg, ...] = {"require": ("prefill", "decode"), "prefer": ("decode", "prefill"), "never": ("decode",)}[self._disaggregation]
-        for leg in needed:
+        for leg in NEEDED[self._disaggregation]:
             nodes = self.nodes.prefill if leg == "prefill" else self.nodes.decode
             if not nodes:
                 return f"no {leg} node is configured; start the router with --{leg} URL"
