@@ -35,16 +35,16 @@ class Pair:
         self._tpot_s = tpot_s
         self._rows = asyncio.Semaphore(rows)
         self._computing = asyncio.Lock()  # first come, first served
-        self._rooms: dict[int, Room] = {}
-        self._num_open = 0
+        self.rooms: dict[int, Room] = {}
+        self.num_open = 0
 
     def app(self, role: str) -> web.Application:
         async def ready(_: web.Request) -> web.Response:
             return web.json_response({"status": "ready"})
 
         async def info(_: web.Request) -> web.Response:
-            running = min(self._num_open, self._num_rows)
-            load = {"running": running, "waiting": self._num_open - running} if role == "decode" else {}
+            running = min(self.num_open, self._num_rows)
+            load = {"running": running, "waiting": self.num_open - running} if role == "decode" else {}
             port = {"bootstrap_port": 1} if role == "prefill" else {}
             return web.json_response({**FACTS, "role": role, "max_running_requests": self._num_rows, **load, **port})
 
@@ -55,7 +55,7 @@ class Pair:
 
     async def _prefill(self, request: web.Request) -> web.Response:
         body = await request.json()
-        room = self._rooms.setdefault(body["bootstrap_room"], Room())
+        room = self.rooms.setdefault(body["bootstrap_room"], Room())
         await room.offered.wait()
         async with self._computing:
             await asyncio.sleep(len(body["prompt"]) / self._tokens_per_s)
@@ -65,16 +65,16 @@ class Pair:
     async def _decode(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         number = body["bootstrap_room"]
-        room = self._rooms.setdefault(number, Room())
-        self._num_open += 1
+        room = self.rooms.setdefault(number, Room())
+        self.num_open += 1
         try:
             async with self._rows:
                 room.offered.set()
                 await room.computed.wait()
                 return await self._stream(request, body["max_tokens"])
         finally:
-            self._num_open -= 1
-            del self._rooms[number]
+            self.num_open -= 1
+            del self.rooms[number]
 
     async def _stream(self, request: web.Request, num_tokens: int) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})

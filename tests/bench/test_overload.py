@@ -30,14 +30,14 @@ async def test_a_request_waits_for_a_row_then_for_its_prompt_and_one_that_leaves
         async with ClientSession() as session:
             started_s = time.monotonic()
             leaver = asyncio.ensure_future(ask(session, 1, 100_000))
-            while not pair._num_open:
+            while not pair.num_open:
                 await asyncio.sleep(0.001)
             first, second = asyncio.ensure_future(ask(session, 2, 50)), asyncio.ensure_future(ask(session, 3, 100))
             leaver.cancel()
             (first_s, first_tokens), (second_s, second_tokens) = await asyncio.gather(first, second)
             assert (first_tokens, second_tokens) == (3, 3)
             assert max(first_s, second_s) - started_s >= 0.15
-            assert pair._rooms == {}
+            assert pair.rooms == {}
     finally:
         for runner in runners:
             await runner.cleanup()
