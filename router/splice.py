@@ -122,7 +122,7 @@ def splice(body: bytes, head: Head, members: Mapping[str, bytes], drop: Collecti
         comma = b"," if members and opening.end() < close else b""
         return b"".join((view[:close], comma, text, view[close:]))
     parts: list[bytes | memoryview] = []
-    for first, end in _spans_of_others(body, head, names, start):
+    for first, end in _spans_of_others(body, head, set(names), start):
         parts += view[first:end], b","
     if members:
         parts.append(text)
