@@ -32,13 +32,14 @@ import msgspec
 
 from common.errors import Failure, RequestError
 from common.http_exchange import BodyBudget, request_id_of
-from router.exchange import JSON_LINE, Exchange, body_too_large, retry_after_line
+from router.exchange import JSON_LINE, Exchange, body_too_large, header_lines, retry_after_line
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; the parser itself has no limit
 KEEP_ALIVE_S = 120.0  # longer than clients' pools keep an idle connection, so that the client closes first and never meets a closing server
 LINGER_S = 1.0  # how long the rest of a refused body is read and thrown away, so that the client gets to read the refusal
 SWEEP_S = 1.0  # how late a time limit may be noticed; shorter limits are looked at four times within them
 BACKLOG = 4096
+UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 SOCKETS_A_REQUEST = 3  # its client's and two nodes': so many of the process's open files are not for further clients
 
 log = logging.getLogger(__name__)
@@ -134,11 +135,8 @@ class ClientConnection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            if self._reading is None and self._serving is not None:
-                self._serving.keep_alive = False  # what follows is in no protocol that is spoken here
-            else:
-                self._refuse(Failure(400, "an upgrade of the connection is not offered here"))
+        except httptools.HttpParserUpgrade as upgrade:
+            self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             cause = error.__context__
             self._refuse(cause.failure if isinstance(cause, RequestError) else Failure(400, f"the request is no HTTP/1.1: {cause or error}"))
@@ -167,7 +165,12 @@ class ClientConnection(asyncio.Protocol):
         exchange = self._reading
         assert exchange is not None
         exchange.method = self._parser.get_method().decode()
-        exchange.http_11 = self._parser.get_http_version() == "1.1"
+        if exchange.method == "CONNECT":
+            raise RequestError(Failure(405, "CONNECT is not offered here"))
+        version = self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise RequestError(Failure(505, f"HTTP/{version} is not spoken here; use HTTP/1.1"))
+        exchange.http_11 = version == "1.1"
         exchange.keep_alive = self._parser.should_keep_alive() and not self._server.stopping
         if not exchange.target.startswith(b"/"):
             exchange.target = _origin_form(exchange.target)
@@ -187,9 +190,9 @@ class ClientConnection(asyncio.Protocol):
             self._reading.take(part, self._server.limits.max_body_bytes)
 
     def on_message_complete(self) -> None:
-        exchange, self._reading = self._reading, None
-        if exchange is None:
+        if self._reading is None or self._parser.should_upgrade():  # said of its head alone
             return
+        exchange, self._reading = self._reading, None
         exchange.body_complete()
         if self._serving is None:
             self._serve(exchange)
@@ -217,6 +220,15 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
         if self._reading is None:
             self._enter(Phase.IDLE)
+
+    def _without_upgrade(self, rest: bytes) -> None:
+        """The parser stops behind the head of a request that offers another protocol (`curl --http2` offers one in each). The offer need
+        not be taken (RFC 9110, 7.8): the request is parsed again without it."""
+        exchange, self._reading = self._reading, None
+        assert exchange is not None
+        lines = header_lines([line for line in exchange.headers if line[0] not in UPGRADE_HEADERS])
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(b"%b %b HTTP/1.1\r\n%bconnection: close\r\n\r\n" % (exchange.method.encode(), exchange.target, lines) + rest)
 
     def expired(self, now_s: float) -> None:
         """From the sweep: has the phase lasted too long?"""
