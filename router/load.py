@@ -27,6 +27,7 @@ from collections.abc import Sequence
 PRIOR_PROMPTS = 2.0  # the fleet's mean counts as much as so many prompts of the node's own
 MEMORY_PROMPTS = 32.0  # about the last so many decide
 EVIDENCE_HALF_LIFE_S = 60.0
+LEAST_WEIGHT = 1e-3  # of a prompt; less is no evidence
 NOISE = 0.1  # relative difference from the fleet's mean below which a node is as fast as the fleet
 LEAST_SPREAD = 0.25  # of prompt lengths, deviation over mean, for a line through them to have a slope
 LEAST_SLOPE = 0.1  # of the mean time a token: tokens never cost nothing
@@ -99,6 +100,8 @@ class PrefillLoad:
     def _fade(self, now_s: float) -> None:
         if self._weight:
             keep = 0.5 ** ((now_s - self._weighed_s) / EVIDENCE_HALF_LIFE_S)
+            if self._weight * keep < LEAST_WEIGHT:
+                keep = 0.0
             self._weight *= keep
             self._sum_n *= keep
             self._sum_t *= keep
@@ -110,7 +113,7 @@ class PrefillLoad:
         """prompt_s and token_s of this node's own prompts; there must have been one."""
         mean_token_s = max(self._sum_t / max(self._sum_n, 1.0), LEAST_TOKEN_S)
         spread = self._weight * self._sum_nn - self._sum_n**2
-        if spread < (LEAST_SPREAD * self._sum_n) ** 2:
+        if spread <= (LEAST_SPREAD * self._sum_n) ** 2:
             return 0.0, mean_token_s
         slope = (self._weight * self._sum_nt - self._sum_n * self._sum_t) / spread
         slope = min(max(slope, LEAST_SLOPE * mean_token_s), mean_token_s)

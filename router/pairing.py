@@ -139,7 +139,7 @@ class Pairing:
 
     def place(self, ask: Ask, tried: Collection[Node] = (), busy: Collection[Node] = (), *, local_reason: str | None = None) -> Placement:
         """local_reason: why it must stay on a decode node, whatever --disaggregation says. Raises RequestError 503 when no node can serve it."""
-        fleet = self._fleet(ask.model)
+        fleet = self._compared(ask.model)
         prefills: Sequence[Node] = fleet.prefill
         decodes: Sequence[Node] = fleet.decode
         if fleet.guarded or tried or busy:
@@ -161,13 +161,12 @@ class Pairing:
         # one step more on each round: with equal numbers of both, every prefill node meets every decode node
         decode, decode_score = self._decode_policy(_in_turn(decodes, turn + turn // len(decodes)), ask, hits)
         site = decode if prefill is None else prefill
-        placement = Placement(prefill, decode, local_reason, ask, hits.get(site, 0), (prefill_score, decode_score), self._clock, self._outdate)
         self.knowledge.placed((decode,) if prefill is None else (prefill, decode), ask)
-        return placement
+        return Placement(prefill, decode, local_reason, ask, hits.get(site, 0), (prefill_score, decode_score), self._clock, self._outdate)
 
     def predicted_ttft_s(self, ask: Ask) -> float | None:
         """When the prompt would be computed, on the node that would be soonest. None when no rate is known."""
-        fleet = self._fleet(ask.model)
+        fleet = self._compared(ask.model)
         if self._disaggregation == "never" or not fleet.prefill or not fleet.prefill[0].prefill_load.measured:
             return None
         hits = self.knowledge.match(ask)
@@ -209,12 +208,16 @@ class Pairing:
         if self._version != self.nodes.version:
             self._version = self.nodes.version
             self._fleets.clear()  # also those of models nobody serves any longer
-        now_s = self._clock()
         fleet = self._fleets.get(model)
         if fleet is None:
             if len(self._fleets) >= MAX_FLEETS:
                 self._fleets.clear()
             fleet = self._fleets[model] = self._new_fleet(model)
+        return fleet
+
+    def _compared(self, model: str | None) -> Fleet:
+        """With rates that can be compared; `model` is one, or nodes do not say."""
+        fleet, now_s = self._fleet(model), self._clock()
         if now_s - fleet.compared_s >= FLEET_INTERVAL_S:
             fleet.compared_s = now_s
             PrefillLoad.fleet([node.prefill_load for node in fleet.prefill], now_s)
