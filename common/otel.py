@@ -117,7 +117,10 @@ class _Exporter(SpanExporter):
         self._num_lost = 0  # since it last took some
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._otlp.export(spans)
+        try:
+            result = self._otlp.export(spans)
+        except OSError as error:  # of its HTTP client; 1.36 lets it through
+            result, _LAST_WORDS.text = SpanExportResult.FAILURE, str(error)
         if result is SpanExportResult.SUCCESS:
             if self._num_lost:
                 log.info("traces: %s takes spans again; about %d were lost", self._endpoint, self._num_lost)
