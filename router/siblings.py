@@ -200,11 +200,16 @@ class Hub:
         return None
 
     def _keep(self, command: JsonObject) -> None:
+        """For workers that start later. A node that an admin brought and took away is as if it had never been, so what is kept does not
+        grow with nodes that come and go; the removal of one that every worker finds by itself (a flag, a pod) is kept."""
         kind, url = str(command["command"]), str(command["url"])
         self._accepted.pop((kind, url), None)
-        self._accepted[kind, url] = command
-        if kind == "remove" and url not in self._static:  # as if it had never been: what is kept does not grow for ever
+        if kind == "remove":
+            found_by_all = url in self._static or ("add", url) not in self._accepted
             self._accepted = {key: kept for key, kept in self._accepted.items() if key[1] != url}
+            if not found_by_all:
+                return
+        self._accepted[kind, url] = command
 
 
 class Siblings:

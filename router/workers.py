@@ -162,7 +162,11 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         with theirs:
             payload = msgspec.json.encode(WorkerPayload(share_of(self.config), worker.number, theirs.fileno()))
-            worker.child = Child(worker.name, self.program, payload, pass_fds=(theirs.fileno(),))
+            try:
+                worker.child = Child(worker.name, self.program, payload, pass_fds=(theirs.fileno(),))
+            except OSError:
+                ours.close()
+                raise
         link = asyncio.ensure_future(self.hub.serve(worker.number, ours))
         self._links.add(link)
         link.add_done_callback(self._links.discard)
@@ -185,7 +189,7 @@ class Supervisor:
             try:
                 await self._start(worker)
                 log.warning("%s is back", worker.name)
-            except (StartupError, ChildDied) as error:
+            except (StartupError, ChildDied, OSError) as error:  # OSError: no process or memory to be had now
                 log.error("%s did not start: %s", worker.name, error)
 
     async def _watch_loop(self, worker: Worker) -> None:

@@ -130,12 +130,16 @@ async def test_a_worker_that_starts_later_knows_what_holds_before_it_serves() ->
             command("undrain", "http://stays:1"),
             command("drain", "http://stays:1"),
             command("remove", "http://leaves:1"),
+            command("add", STATIC, role="prefill"),
             command("remove", STATIC),
+            command("drain", "http://pod:1"),
+            command("remove", "http://pod:1"),
         ):
             await made.workers[0].siblings.broadcast(told)
         late = await made.start(2)
         assert [(told["command"], told["url"]) for told in late.applied] == [
-            ("add", "http://stays:1"), ("undrain", "http://stays:1"), ("drain", "http://stays:1"), ("remove", STATIC),
+            ("add", "http://stays:1"), ("undrain", "http://stays:1"), ("drain", "http://stays:1"),
+            ("remove", STATIC), ("remove", "http://pod:1"),
         ]  # fmt: skip
 
 

@@ -132,7 +132,7 @@ class KubeApi:
             writer.close()
 
     async def _answer(self, writer: asyncio.StreamWriter, path: str, query: dict[str, str]) -> None:
-        watch = query.get("watch") == "true"
+        watch = query.get("watch", "").lower() == "true"  # some versions of the client write True, which the real server takes
         (self.watches if watch else self.lists).append(query)
         if self.garbage is not None:
             await self._whole(writer, 200, self.garbage)
