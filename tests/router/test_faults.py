@@ -1,103 +1,11 @@
-"""Every fault of either leg: what the client gets, whether another pair is tried, who is blamed."""
+"""Faults and what follows them: rooms, tries, first causes, ends of streams (every fault of either leg: test_fault_matrix.py)."""
 
 import asyncio
 import time
-from dataclasses import dataclass
 
-import httpx
 import pytest
-from mock_node import EVENTS, STREAM, WHOLE, Behaviour, Received, babble, end_early, hang, hang_up, refuse, reset, reset_midway
-from router_harness import CHAT, Rig, events, rig, until
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """status, code: with no other node to go to. cured: another pair is tried and serves. blamed: the node is struck off until probed."""
-
-    status: int
-    code: str
-    cured: bool
-    blamed: bool
-
-
-FAULTS: dict[str, Behaviour | None] = {
-    "400": refuse(400), "404": refuse(404), "429": refuse(429, retry_after="7"), "500": refuse(500), "502": refuse(502),
-    "503": refuse(503, retry_after="7"), "504": refuse(504),
-    "refused": None, "reset": reset, "hang up": hang_up, "garbage": babble, "hang": hang, "reset midway": reset_midway,
-}  # fmt: skip
-REFUSALS = {name: Outcome(int(name), "refused_by_mock", cured=name in ("500", "502", "503"), blamed=False) for name in FAULTS if name.isdigit()}
-OUTCOMES: dict[str, Outcome] = {
-    **REFUSALS,
-    "refused": Outcome(503, "node_unreachable", cured=True, blamed=True),
-    "reset": Outcome(503, "node_unreachable", cured=True, blamed=True),
-    "hang up": Outcome(503, "node_unreachable", cured=True, blamed=True),
-    "garbage": Outcome(502, "node_failed", cured=True, blamed=True),
-    "hang": Outcome(504, "deadline_exceeded", cured=False, blamed=False),
-}
-MIDWAY = {
-    ("prefill", False): Outcome(502, "node_failed", cured=True, blamed=True),
-    ("prefill", True): Outcome(502, "node_failed", cured=True, blamed=True),
-    ("decode", False): Outcome(502, "node_failed", cured=False, blamed=True),  # it had begun to answer: no second try
-    ("decode", True): Outcome(200, "node_failed", cured=False, blamed=True),  # in-band
-}
-
-
-@pytest.mark.parametrize("others", [False, True], ids=["alone", "with others"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_every_fault_of_one_leg(leg: str, stream: bool, others: bool) -> None:
-    """All faults at the same time, each with a router and nodes of its own."""
-    outcomes = await asyncio.gather(*(meet(leg, fault, stream, others) for fault in FAULTS), return_exceptions=True)
-    assert {fault: outcome for fault, outcome in zip(FAULTS, outcomes, strict=True) if outcome is not None} == {}
-
-
-async def meet(leg: str, fault: str, stream: bool, others: bool) -> None:
-    expected = MIDWAY[leg, stream] if fault == "reset midway" else OUTCOMES[fault]
-    async with rig(2 if others else 1, 2 if others else 1, health_check_interval_s=30.0) as made:
-        faulty = (made.prefills if leg == "prefill" else made.decodes)[0]
-        behaviour = FAULTS[fault]
-        if behaviour is None:
-            await faulty.stop()
-        else:
-            faulty.behave = behaviour
-        timeout_s = 0.3 if fault == "hang" else 5.0
-        began_s = time.monotonic()
-        headers = {"x-request-deadline": f"{time.time() + timeout_s:.3f}"}
-        reply = await made.client.post(CHAT, json={"messages": [], "stream": stream}, headers=headers)
-        assert time.monotonic() - began_s < 1.3
-        await check(made, reply, expected, stream=stream, others=others)
-        patience = fault == "503" and not others  # it said Retry-After, and there is no other
-        retried = expected.cured and not patience and (others or fault != "refused")  # when it is alone, a probe clears it unless it is gone
-        assert await made.retries() == float(retried)
-        assert made.node(faulty).num_blames == int(expected.blamed) * (1 if others or not retried else 2)
-        for mock in (*made.prefills, *made.decodes):
-            if mock is not faulty:
-                assert made.node(mock).num_blames == 0
-        if behaviour is None:
-            await faulty.start()
-
-
-async def check(made: Rig, reply: httpx.Response, expected: Outcome, *, stream: bool, others: bool) -> None:
-    assert reply.headers["x-request-id"]
-    if expected.cured and others:
-        assert reply.status_code == 200
-        assert reply.content == (STREAM if stream else WHOLE)
-        assert reply.headers["x-pdserve-prefill"] in {node.url for node in made.prefills}
-        return
-    assert reply.status_code == expected.status
-    if expected.status == 200:
-        *said, error, done = events(reply.text)
-        assert len(said) == 2  # the half event is not shown
-        assert done == "[DONE]"
-        assert error["error"]["code"] == expected.code
-        return
-    assert reply.headers["content-type"] == "application/json"
-    error = reply.json()["error"]
-    assert error["code"] == expected.code
-    if expected.code == "refused_by_mock":
-        assert error == {"message": f"mock says {expected.status}", "type": "t", "param": "p", "code": "refused_by_mock"}
-    if expected.code == "refused_by_mock" and expected.status in (429, 503):
-        assert reply.headers["retry-after"] == "7"
+from mock_node import EVENTS, STREAM, Behaviour, Received, end_early, hang, hang_up, refuse, reset
+from router_harness import CHAT, events, rig, until
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])

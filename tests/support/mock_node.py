@@ -126,10 +126,14 @@ class MockNode:
             await self.arrived.wait_for(lambda: len(self.posts) >= number)
         return self.posts[number - 1]
 
+    def serves(self, request: Received) -> None:
+        """A prefill node has computed the prompt: the decode node may answer."""
+        self._rooms.of(request.room).set()
+
     async def serve_well(self, request: Received) -> None:
         """What a node does; chunk by chunk."""
         if self.role == "prefill":
-            self._rooms.of(request.room).set()
+            self.serves(request)
         else:
             await self._rooms.of(request.room).wait()
         if not request.stream:
