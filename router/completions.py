@@ -152,6 +152,9 @@ class CompletionProxy:
                 span = call.span.child("queue") if call.span is not None else None
                 try:
                     await call.wait(ticket.granted)
+                except RequestError as error:
+                    self.metrics.refused(error.failure.code or "overloaded", client.name)
+                    raise
                 finally:
                     if span is not None:
                         span.end()

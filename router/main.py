@@ -163,7 +163,8 @@ class Parts:
     def __init__(self, config: RouterConfig, nodes: NodeTable, stack: ExitStack) -> None:
         registry = CollectorRegistry()
         self.background: list[Coroutine[Any, Any, Any]] = []
-        knowledge: PrefixKnowledge = PrefixIndex(config.prefix_index_size)
+        metrics = RouterMetrics(registry, config, nodes, lambda: self.proxy.num_open)
+        knowledge: PrefixKnowledge
         read_prompt = None
         if config.kv_events:
             from router.kv_events import KnownPrefixes  # with the tokenizer, which only this needs
@@ -171,9 +172,12 @@ class Parts:
             knowledge = known = KnownPrefixes.of(config, nodes)
             read_prompt = known.read
             self.background.append(known.follow())
+            metrics.watch_kv_events(known)
+        else:
+            knowledge = index = PrefixIndex(config.prefix_index_size)
+            metrics.watch("pdserve_router_prefix_index_blocks", lambda: len(index))
         pairing = Pairing(nodes, config, knowledge=knowledge)
         self.client = NodeClient(config.connect_timeout_s)
-        metrics = RouterMetrics(registry, config, nodes, lambda: self.proxy.num_open)
         keys, admission = Keys(config), Admission(config, pairing.predicted_ttft_s, num_rows=lambda: num_decode_rows(nodes))
         tracing = start_tracing(config.otlp_traces_endpoint, "pdserve-router")
         if tracing is not None:

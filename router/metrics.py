@@ -5,6 +5,7 @@ statuses, reasons, names of keys, URLs of nodes; the series of a node end when i
 """
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -18,12 +19,14 @@ from router.node import Leg, Node
 from router.nodes import NodeTable
 from router.pairing import Placement
 
+if TYPE_CHECKING:
+    from router.kv_events import KnownPrefixes  # its tokenizer is loaded for --kv-events only
+
 QUEUE_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 GAUGES = {  # that other parts have: watch()
     "pdserve_router_queued_requests": "Requests in the admission queue",
     "pdserve_router_connections": "Open connections of clients",
     "pdserve_router_prefix_index_blocks": "Blocks of prompts in the index of prefixes",
-    "pdserve_router_kv_event_blocks": "KV blocks that prefill nodes are known to hold, by their own events",
 }
 NO_FAILURE = (200, 499)  # 499: the client left, or the other leg failed first, as nginx counts
 
@@ -105,6 +108,9 @@ class RouterMetrics:
         """name: one of GAUGES."""
         watch_gauge(self.registry, name, GAUGES[name], read)
 
+    def watch_kv_events(self, known: "KnownPrefixes") -> None:
+        self.registry.register(_KvEventCollector(known))
+
     def _histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Distribution:
         return HistogramTally(self.registry, name, documentation, bounds).of()
 
@@ -180,3 +186,18 @@ class _NodeCollector(Collector):
                 failures.add_metric([str(label) for label in labels], num)
         yield failures
         yield from self._legs.collect()
+
+
+class _KvEventCollector(Collector):
+    def __init__(self, known: "KnownPrefixes") -> None:
+        self._known = known
+
+    def collect(self) -> Iterable[Metric]:
+        blocks = GaugeMetricFamily("pdserve_router_kv_event_blocks", "KV blocks that the node is known to hold, by its own events", labels=("node",))
+        for node, num_blocks in self._known.num_blocks.items():
+            blocks.add_metric((node.url,), num_blocks)
+        counts = self._known.counts
+        yield blocks
+        yield CounterMetricFamily("pdserve_router_kv_events", "KV events that nodes have published", counts.events)
+        yield CounterMetricFamily("pdserve_router_kv_event_gaps", "Times that some were lost, and the node's blocks forgotten", counts.gaps)
+        yield CounterMetricFamily("pdserve_router_kv_event_errors", "Messages that were no KV events", counts.not_events)

@@ -1,14 +1,19 @@
 """What the router's methods of counting become in the text of /metrics."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mock_node import WHOLE, Received
 from prometheus_client import CollectorRegistry
+from router_harness import CHAT, rig, until
 
 from common.config import RouterConfig
+from router.kv_events import Counts
 from router.load import PrefillLoad
 from router.metrics import RouterMetrics
+from router.node import Node
 from router.nodes import NodeTable
 
 P, D = "http://p:1", "http://d:1"
@@ -115,9 +120,35 @@ def test_refusals_and_keys(metrics: RouterMetrics, registry: CollectorRegistry) 
     assert value(registry, "pdserve_router_key_requests_total", key="team-a") == 1
 
 
+def test_what_is_known_from_kv_events(metrics: RouterMetrics, registry: CollectorRegistry) -> None:
+    known: Any = SimpleNamespace(num_blocks={Node("prefill", P): 70}, counts=Counts(events=9, gaps=1, not_events=2))
+    metrics.watch_kv_events(known)
+    assert value(registry, "pdserve_router_kv_event_blocks", node=P) == 70
+    assert value(registry, "pdserve_router_kv_events_total") == 9
+    assert value(registry, "pdserve_router_kv_event_gaps_total") == 1
+    assert value(registry, "pdserve_router_kv_event_errors_total") == 2
+
+
 def test_gauges_are_read_when_they_are_asked_for(metrics: RouterMetrics, registry: CollectorRegistry) -> None:
     length = 4
     metrics.watch("pdserve_router_queued_requests", lambda: length)
     length = 5
     assert value(registry, "pdserve_router_queued_requests") == 5
     assert value(registry, "pdserve_router_in_flight") == 3
+
+
+async def test_a_wait_in_vain_is_a_refusal() -> None:
+    async with rig(max_concurrent_requests=1, queue_timeout_s=0.05) as made:
+        served = asyncio.Event()
+
+        async def later(received: Received) -> None:
+            await served.wait()
+            await received.reply(200, WHOLE)
+
+        made.decodes[0].behave = later
+        first = asyncio.create_task(made.client.post(CHAT, json={}))
+        await until(lambda: len(made.decodes[0].posts) == 1, "the first is under way")
+        assert (await made.client.post(CHAT, json={})).status_code == 503
+        served.set()
+        assert (await first).status_code == 200
+        assert await made.metric("pdserve_router_refusals_total") == {'{key="",reason="queue_timeout"}': 1}
