@@ -38,8 +38,8 @@ MOONCAKE_PORT = 8998  # of a bootstrap server, as vLLM has it
 ONE_TOKEN = {"max_tokens": b"1", "ignore_eos": b"true"}
 NOT_STREAMED = {"stream": b"false"}
 UNWANTED = (
-    "max_completion_tokens", "min_tokens", "min_completion_tokens", "stream_options", "stop", "stop_token_ids", "stop_sequences", "n",
-    "best_of", "logprobs", "top_logprobs", "logprob_token_ids", "repetition_detection", "thinking_token_budget",
+    "max_completion_tokens", "min_tokens", "min_completion_tokens", "stream_options", "stop", "stop_token_ids", "stop_sequences", "logprobs",
+    "top_logprobs", "logprob_token_ids", "repetition_detection", "thinking_token_budget",
 )  # fmt: skip
 # What keeps a request whole, unless it is one of these values.
 WHOLE: dict[str, tuple[bytes, ...]] = {

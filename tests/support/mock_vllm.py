@@ -97,13 +97,14 @@ class MockVllm(MockNode):
         if not params or params.get("do_remote_decode") is not True or params.get("do_remote_prefill") is not False:
             raise self._fault(f"a prefill node computes for nobody: {params}")
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        if limit != 1 or body.get("stream") or (body.get("n") or 1) != 1:
+        if limit != 1 or body.get("stream") or (body.get("n") or 1) != 1 or body.get("logprobs") or body.get("best_of"):
             raise self._fault(f"a prefill node generates an answer: {body}")
         reply: dict[str, Any] = {"object": "text_completion", "choices": [], "kv_transfer_params": None}
         reply["usage"] = {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
         if not self.parks:
             return reply
-        stopped = not body.get("ignore_eos")  # as if its first token were EOS
+        # as if its first token were EOS, or a stop string
+        stopped = not body.get("ignore_eos") or any(body.get(name) for name in ("stop", "stop_token_ids", "stop_sequences"))
         if self.connector == "mooncake":
             if "transfer_id" not in params or stopped:
                 raise self._fault(f"pages are parked for no transfer: {params}, stopped {stopped}")
