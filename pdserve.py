@@ -89,8 +89,10 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
 
 def _router(arguments: argparse.Namespace) -> int:
     config = config_from(RouterConfig, arguments)
-    if not config.prefill and not config.decode:
-        raise StartupError("the router needs nodes: give --prefill URL and --decode URL (each repeatable), or use `pdserve up`")
+    come_later = config.service_discovery or config.admin_port is not None or config.admin_api_key_file is not None
+    if not (config.prefill or config.decode or come_later):
+        raise StartupError("the router needs nodes: give --prefill URL and --decode URL (each repeatable), or use `pdserve up`; "
+                           "or say where they will come from, with --service-discovery or --admin-port")
 
     from router.main import run_router
 

@@ -131,11 +131,6 @@ class Discovery:
                 watch.stop()
 
 
-async def run(config: RouterConfig, nodes: NodeTable) -> None:
-    """Keep `nodes` in step with the pods until cancelled. Raises StartupError, at once."""
-    await Discovery(config, nodes).run()
-
-
 def _follow(watch: PodWatch, end: "asyncio.Future[None]") -> None:
     """A thread's body. A fault in it ends the router: without discovery it would go on with ever fewer nodes."""
 

@@ -37,6 +37,7 @@ from router.app import Surface, build_app
 from router.asgi_bridge import AsgiBridge
 from router.completions import CompletionProxy, NodeAuthorization
 from router.cors import Cors
+from router.discovery import Discovery
 from router.exchange import Exchange
 from router.health import Prober
 from router.keys import Keys
@@ -51,6 +52,7 @@ from router.tls import server_context
 from router.workers import run_workers
 
 MAX_DRAIN_S = 8.0  # with what follows, gone within 10 s of the signal whatever --shutdown-timeout says
+PODS_TIMEOUT_S = 5.0  # how long a worker waits for the API server before it serves with the nodes it knows
 LAST_WORDS_S = 0.6  # for the in-band errors to reach their sockets
 CLOSE_TIMEOUT_S = 0.3  # for replies that are complete and on their way
 
@@ -104,6 +106,8 @@ class Router:
         serving: list[asyncio.Future[Any]] = [asyncio.ensure_future(background) for background in parts.background]
         stopping = asyncio.ensure_future(self.stop.wait())
         try:
+            if self.link is not None and parts.discovery is not None:  # before the admins' commands, some of which may be for pods' nodes
+                await parts.discovery.settled(PODS_TIMEOUT_S)
             await parts.siblings.join(self.link)
             if self.link is not None:  # others share the port: whoever comes here before the nodes are known would be refused, and not there
                 await asyncio.gather(*(parts.prober.probe(node) for node in self.nodes.all))
@@ -203,10 +207,10 @@ class Parts:
         self.prober = Prober(nodes, self.client, interval_s=config.health_check_interval_s, timeout_s=config.connect_timeout_s,
                              headers=authorization.line)
         self.background.append(self.prober.run())
+        self.discovery: Discovery | None = None
         if config.service_discovery:
-            from router import discovery  # with Kubernetes' client, which only this needs
-
-            self.background.append(discovery.run(config, nodes))
+            self.discovery = Discovery(config, nodes)
+            self.background.append(self.discovery.run())
         metrics.watch("pdserve_router_connections", lambda: self.server.num_connections)
         metrics.watch("pdserve_router_queued_requests", lambda: admission.num_waiting)
 

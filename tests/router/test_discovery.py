@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from kube_api import KubeApi, kube_api
-from router_harness import until
+from mock_node import mock_nodes
+from router_harness import CHAT, until
 
 from common.config import RouterConfig
 from common.errors import StartupError
+from common.launch import Child, python_argv
 from router import discovery
 from router.discovery import Discovery
 from router.nodes import NodeTable
@@ -352,6 +355,42 @@ async def test_the_namespace_is_the_pods_own(api: KubeApi, monkeypatch: pytest.M
     await api.put("p", ip="10.0.0.1", **P)
     async with discovered(RouterConfig(**{**_fields(CONFIG), "service_discovery_namespace": None})) as nodes:
         await until_urls(nodes, ["http://10.0.0.1:8000"], [])
+
+
+@pytest.mark.system
+async def test_a_router_without_nodes_serves_with_those_it_finds(api: KubeApi) -> None:
+    argv = ["router", "--port", "0", "--health-check-interval", "0.1", "--service-discovery", "--service-discovery-namespace", "inference"]
+    selectors = ["--prefill-selector", CONFIG.prefill_selector or "", "--decode-selector", CONFIG.decode_selector or ""]
+    child = Child("router", python_argv("pdserve", *argv, *selectors))
+    try:
+        url = f"http://127.0.0.1:{(await child.wait_ready())['port']}"
+        async with mock_nodes() as (prefills, decodes), httpx.AsyncClient(base_url=url, verify=False, trust_env=False) as client:
+            assert (await client.get("/ready")).status_code == 503
+            await api.put("p", ip="127.0.0.1", annotations={"pdserve.io/port": str(prefills[0].port), "pdserve.io/bootstrap-port": "8998"}, **P)
+            await api.put("d", ip="127.0.0.1", annotations={"pdserve.io/port": str(decodes[0].port)}, **D)
+
+            async def is_ready() -> bool:
+                return (await client.get("/ready")).status_code == 200
+
+            await until(is_ready, "ready", 20)
+            assert (await client.post(CHAT, json={})).status_code == 200
+            await api.put("d", ip="127.0.0.1", ending=True, annotations={"pdserve.io/port": str(decodes[0].port)}, **D)
+
+            async def is_drained() -> bool:
+                return bool((await client.get("/server_info")).json()["decode"][0]["draining"])
+
+            await until(is_drained, "drained", 10)
+            assert (await client.post(CHAT, json={})).status_code == 503
+    finally:
+        await child.stop(10)
+
+
+@pytest.mark.system
+async def test_a_wrong_flag_is_exit_code_2_before_the_router_is_ready(api: KubeApi) -> None:
+    child = Child("router", python_argv("pdserve", "router", "--port", "0", "--service-discovery"))
+    with pytest.raises(StartupError, match="give --prefill-selector and --decode-selector"):
+        await child.wait_ready()
+    assert await child.wait_death() == 2
 
 
 def test_the_role_allows_what_is_asked_and_no_more() -> None:
