@@ -121,6 +121,7 @@ class Attempt:
             status = 200 if complete else GIVEN_UP if self.decode.failure is None else self.decode.failure.failure.status
             self._leg_ended(self.decode, status)
         self.placement.decode_ended()
+            self.decode.on_progress = _nothing  # a leg and its owner hold one another: not for the collector to find
         if self.prefill is None or self.prefill.ended:
             self._count_prefill()
         elif complete:
@@ -155,6 +156,8 @@ class Attempt:
     def _on_prefill(self) -> None:
         if self.prefill is not None and self.prefill.ended:
             self._count_prefill()
+            if self.prefill.failure is None and not self.engine.sequential:
+                return  # the decode node's answer decides
         self.call.wake()
 
     def _give_up_prefill(self) -> None:
@@ -168,12 +171,17 @@ class Attempt:
         self._counted = True
         if self.prefill is None:
             return
+        self.prefill.on_progress = _nothing
         failed = self.prefill.failure
         whole = failed is None and self.prefill.reply is not None and self.prefill.reply.complete
         self.placement.prefill_ended(whole)
-        if whole:
+        if whole and not self._prompt.head.stream:  # of a stream it is the first byte, which also waits for what the decode node has too little of
             self.call.prompt_computed()
         self._leg_ended(self.prefill, failed.failure.status if failed is not None else 200 if whole else GIVEN_UP)
+
+
+def _nothing() -> None:
+    """Nobody waits any longer."""
 
 
 class Dispatcher:
