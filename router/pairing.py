@@ -14,9 +14,10 @@ has a placement owes it decode_ended(), which ends both, however often it is cal
 
 Several routers (other processes, or machines) know of each other's placements only what nodes say. Of decode nodes the probes
 tell requests and pages of all routers together; between two probes a router counts what it placed itself. A prefill node that serves
-others too looks slower to each of them, since its rate is measured by what it did for us; and each index of prefixes knows what its own
-router sent. So routers that share nodes balance worse with fewer requests each, and never wrongly: `power_of_two` keeps many of them
-from running to the same node at the same moment.
+others too looks slower to each of them, since its rate is measured by what it did for us; its queue as a probe saw it is not used, for at the
+age of a second it led all routers to the same node (replayed with bench/routing.py --routers 4: longer times, not shorter). Each index
+of prefixes knows what its own router sent, unless nodes publish (--kv-events). So routers that share nodes find fewer prefixes and
+balance a little worse, and never wrongly.
 """
 
 import asyncio
