@@ -48,8 +48,8 @@ class Reply:
     ConnectionError.
     """
 
-    __slots__ = ("_connection", "_num_buffered_bytes", "_num_head_bytes", "_parser", "_parts", "_waiter", "complete", "error", "headers", "heard",
-                 "on_progress", "reusable", "status")  # fmt: skip
+    __slots__ = ("_connection", "_num_buffered_bytes", "_parts", "_waiter", "complete", "error", "headers", "heard", "on_progress", "reusable",
+                 "status")  # fmt: skip
 
     def __init__(self, connection: "Connection", on_progress: Callable[[], None] | None = None) -> None:
         self.status: int | None = None
@@ -58,8 +58,6 @@ class Reply:
         self.complete = False
         self.reusable = False
         self._connection = connection
-        self._parser = httptools.HttpResponseParser(self)
-        self._num_head_bytes = 0
         self._parts: list[bytes] = []
         self._num_buffered_bytes = 0
         self.error: Exception | None = None
@@ -106,63 +104,31 @@ class Reply:
         finally:
             self._waiter = None
 
-    def _wake(self) -> None:
+    # From the connection
+
+    def came(self) -> None:
+        """Something did, or it failed."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if self.on_progress is not None:
             self.on_progress()
-
-    # From the connection
-
-    def feed(self, data: bytes) -> None:
-        self.heard = True
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self.fail(NotHttp(str(error.__context__ or error)))
-        self._wake()
         if self._num_buffered_bytes > MAX_BUFFERED_BYTES:  # nobody took them
             self._connection.pause()
+
+    def add(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._num_buffered_bytes += len(part)
 
     def lost(self, error: Exception | None) -> None:
         if error is None and self.status is not None and not any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
             self.complete = True  # a body that ends with its connection
         self.fail(error or ConnectionResetError("the connection was closed"))
-        self._wake()
+        self.came()
 
     def fail(self, error: Exception) -> None:
         """For good. What came before stays readable."""
         self.error = self.error or error
         self.reusable = False
-
-    # From the parser
-
-    def on_message_begin(self) -> None:
-        if self.complete:
-            self.fail(NotHttp("more than one reply"))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._num_head_bytes += len(name) + len(value)
-        if self._num_head_bytes > MAX_HEAD_BYTES:
-            raise ValueError(f"the head is longer than {MAX_HEAD_BYTES} bytes")
-        self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200:
-            self.headers = []  # the reply is still to come
-        else:
-            self.status = status
-
-    def on_body(self, part: bytes) -> None:
-        if not self.complete:
-            self._parts.append(part)
-            self._num_buffered_bytes += len(part)
-
-    def on_message_complete(self) -> None:
-        if self.status is not None and not self.complete:
-            self.complete = True
-            self.reusable = self._parser.should_keep_alive() and self.error is None
 
 
 class Connection(asyncio.Protocol):
@@ -173,6 +139,8 @@ class Connection(asyncio.Protocol):
         self.kept_since_s = 0.0  # of the loop's clock
         self.closed = False
         self._pool = pool
+        self._parser = httptools.HttpResponseParser(self)
+        self._num_head_bytes = 0
         self._reply: Reply | None = None
         self._paused = False
 
@@ -217,15 +185,56 @@ class Connection(asyncio.Protocol):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def data_received(self, data: bytes) -> None:
-        if self._reply is None:
+        reply = self._reply
+        if reply is None:
             self.abort()  # nobody asked
-        else:
-            self._reply.feed(data)
+            return
+        reply.heard = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            reply.fail(NotHttp(str(error.__context__ or error)))
+        except httptools.HttpParserUpgrade:
+            reply.fail(NotHttp("it speaks another protocol now"))
+        reply.came()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
         if self._reply is not None:
             self._reply.lost(error)
+
+    # From the parser, which sees one reply after another
+
+    def on_message_begin(self) -> None:
+        self._num_head_bytes = 0
+        if self._reply is not None and self._reply.complete:
+            self._reply.fail(NotHttp("more than one reply"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_head_bytes += len(name) + len(value)
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise ValueError(f"the head is longer than {MAX_HEAD_BYTES} bytes")
+        if self._reply is not None:
+            self._reply.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        reply, status = self._reply, self._parser.get_status_code()
+        if reply is None or reply.complete:
+            return
+        if status < 200:
+            reply.headers = []  # the reply is still to come
+        else:
+            reply.status = status
+
+    def on_body(self, part: bytes) -> None:
+        if self._reply is not None and not self._reply.complete:
+            self._reply.add(part)
+
+    def on_message_complete(self) -> None:
+        reply = self._reply
+        if reply is not None and reply.status is not None and not reply.complete:
+            reply.complete = True
+            reply.reusable = self._parser.should_keep_alive() and reply.error is None
 
 
 class Pool:

@@ -120,8 +120,8 @@ class Attempt:
             self.decode.cancel()
             status = 200 if complete else GIVEN_UP if self.decode.failure is None else self.decode.failure.failure.status
             self._leg_ended(self.decode, status)
-        self.placement.decode_ended()
             self.decode.on_progress = _nothing  # a leg and its owner hold one another: not for the collector to find
+        self.placement.decode_ended()
         if self.prefill is None or self.prefill.ended:
             self._count_prefill()
         elif complete:

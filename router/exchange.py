@@ -35,8 +35,8 @@ class Exchange:
     """One request and its one reply. `left`: the client is gone; on_left is told once. Writing to a client that is gone does nothing."""
 
     __slots__ = (
-        "_budget", "_chunked", "_connection", "_num_body_bytes", "_parts", "arrived_s", "body", "ended", "extra", "headers", "http_11",
-        "keep_alive", "left", "method", "on_left", "on_writable", "path", "refusal", "request_id", "status", "target",
+        "_budget", "_chunked", "_connection", "_num_body_bytes", "_parts", "_unsent_head", "arrived_s", "body", "ended", "extra", "headers",
+        "http_11", "keep_alive", "left", "method", "on_left", "on_writable", "path", "refusal", "request_id", "status", "target",
     )  # fmt: skip
 
     def __init__(self, connection: Channel, budget: BodyBudget) -> None:
@@ -45,6 +45,7 @@ class Exchange:
         self._num_body_bytes = 0  # taken from the budget
         self._parts: list[bytes] = []
         self._chunked = False
+        self._unsent_head = b""
         self.arrived_s = time.monotonic()
         self.method = "GET"
         self.target = b""  # path and query
@@ -88,22 +89,28 @@ class Exchange:
         self._finish()
 
     def start(self, status: int, lines: bytes) -> None:
-        """A reply of unknown length; write() and end() follow."""
+        """A reply of unknown length; write() and end() follow. The head goes out with the first of them: one system call less."""
         self._chunked = self.http_11
         if not self._chunked:
             self.keep_alive = False  # HTTP/1.0: the connection's end is the body's
-        self._connection.write(self._head(status, lines + (b"transfer-encoding: chunked\r\n" if self._chunked else b"")))
+        self._unsent_head = self._head(status, lines + (b"transfer-encoding: chunked\r\n" if self._chunked else b""))
 
     def write(self, part: bytes) -> None:
         """part: not empty."""
-        if self.method != "HEAD":
-            self._connection.write(b"%x\r\n%b\r\n" % (len(part), part) if self._chunked else part)
+        if self.method == "HEAD":
+            return
+        if self._chunked:
+            part = b"%x\r\n%b\r\n" % (len(part), part)
+        if self._unsent_head:
+            part, self._unsent_head = self._unsent_head + part, b""
+        self._connection.write(part)
 
     def end(self, part: bytes = b"") -> None:
         if part:
             self.write(part)
-        if self._chunked and self.method != "HEAD":
-            self._connection.write(b"0\r\n\r\n")
+        rest = self._unsent_head + (b"0\r\n\r\n" if self._chunked and self.method != "HEAD" else b"")
+        if rest:
+            self._connection.write(rest)
         self._finish()
 
     def fail(self, failure: Failure, lines: bytes = b"") -> None:

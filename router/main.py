@@ -42,6 +42,7 @@ from router.exchange import Exchange
 from router.health import Prober
 from router.keys import Keys
 from router.legs import NodeClient
+from router.malloc import keep_freed_memory
 from router.metrics import RouterMetrics
 from router.nodes import NodeTable
 from router.pairing import Pairing

@@ -12,9 +12,10 @@ that value, even when the key was given twice and Head has the other one.)
 """
 
 import json
+import os
 import re
-import secrets
-from collections.abc import Collection, Mapping
+import struct
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
@@ -103,7 +104,16 @@ def num_prompts(head: Head) -> int | None:
 
 def mint_rooms(number: int | None) -> int | list[int]:
     """Random rooms: one, or a list of `number`. Unguessable, and unique without a word between routers."""
-    return secrets.randbits(ROOM_BITS) if number is None else [secrets.randbits(ROOM_BITS) for _ in range(number)]
+    return next(_rooms) if number is None else [next(_rooms) for _ in range(number)]
+
+
+def _random_rooms() -> Iterator[int]:
+    """From the kernel's randomness, 64 at a time: a system call for each would cost as much as reading the head of a body."""
+    while True:
+        yield from (word >> (64 - ROOM_BITS) for word in struct.unpack("64Q", os.urandom(512)))
+
+
+_rooms = _random_rooms()
 
 
 def splice(body: bytes, head: Head, members: Mapping[str, bytes], drop: Collection[str] = ()) -> bytes:
