@@ -78,6 +78,7 @@ def run_router(config: RouterConfig) -> int:
 def serve(config: RouterConfig, listener: socket.socket, reporter: Reporter, supervised: bool, link: socket.socket | None = None) -> int:
     """The router on a socket that is bound already, its logs configured: all of it, or one worker, with its link to the others (workers.py)."""
     raise_file_limit()
+    keep_freed_memory()
     router = Router(config, listener, reporter, supervised, NodeTable.of(config), link)
     gc.freeze()  # what is imported lives for ever and need not be visited by collections
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
