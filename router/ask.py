@@ -11,7 +11,9 @@ A rest shorter than a block is left out.
 Python's own hash (SipHash, keyed anew in each process: nobody outside can make two prompts collide) reads some 3 GB/s and has 64 bits.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 
 import msgspec
 
@@ -20,6 +22,9 @@ from router.splice import Head
 BYTES_PER_TOKEN = 4  # of English JSON with the tokenizers of today's models; only the scale of estimates: costs compare, they do not bill
 EXPECTED_OUTPUT_TOKENS = 350  # of a request that sets no limit; the median answer of Mooncake's conversation trace (FAST '25)
 MAX_DIGITS = 12  # of a limit; beyond any context
+ROLE = b'"role"'  # inside a string its quotation marks are escaped
+MAX_NEW_MESSAGES = 8  # after the last answer: the user's, or results of tools
+SEPARATOR_BYTES = 16  # between a message and the next one's role: where the turn before ended is known no better
 SALT_FIELDS = ("tools", "system", "instructions", "lora_path", "cache_salt", "extra_key")
 
 BLOCK_STEPS = ((256, 4 << 10), (1 << 10, 16 << 10), (4 << 10, 64 << 10))  # block bytes, up to which position
@@ -47,6 +52,13 @@ def block_end(number: int) -> int:
     return SHORT_END + (number - len(BOUNDARIES)) * LONG_BLOCK
 
 
+def num_blocks(num_bytes: int) -> int:
+    """Full blocks in so many bytes."""
+    if num_bytes >= SHORT_END:
+        return len(BOUNDARIES) + (num_bytes - SHORT_END) // LONG_BLOCK
+    return bisect_right(BOUNDARIES, num_bytes, key=itemgetter(1))
+
+
 class Ask:
     """One request, as far as placing it goes."""
 
@@ -61,6 +73,24 @@ class Ask:
         self.num_bytes = num_bytes  # of the prompt, as JSON
         self.head = head  # for those who want the prompt itself
         self.exact: object | None = None  # the prompt's real blocks: set and read by kv_events.py, opaque to all others
+
+    def turn_before(self) -> tuple[int, int] | None:
+        """(m, n): a decode node that holds the first m tokens holds n, as it gave the answer that is part of this prompt and has kept it.
+
+        The turn before this one ended where the last message of the assistant begins; a node that was sent all full blocks up to
+        there served that turn. What is new are the messages after the answer. None when this is no such conversation, or a short one."""
+        if self.head is None or self.head.messages is msgspec.UNSET:
+            return None
+        raw, end = bytes(self.head.messages), 0
+        for number in range(MAX_NEW_MESSAGES + 1):
+            begin = raw.rfind(ROLE, 0, end or len(raw))
+            if begin < 0:
+                return None
+            if raw[begin + len(ROLE) : begin + len(ROLE) + 24].lstrip(b" \t\r\n:").startswith(b'"assistant"'):
+                held = block_end(num_blocks(begin - SEPARATOR_BYTES))
+                return (self.num_tokens * held // len(raw), self.num_tokens * end // len(raw)) if number and held else None
+            end = begin
+        return None
 
 
 def read_ask(head: Head, model: str | None) -> Ask:

@@ -7,7 +7,8 @@ not at all. When there is nothing to pick the answer is 503, and it says which r
 
 Conditional disaggregation (--disaggregation): with `prefer` the decode node computes a prompt of which it lacks less than
 --min-uncached-tokens, if it has room, and every prompt while no prefill node can be used; with `never` it computes all. Sending so little to
-another node costs more (a second queue, the transfer's round trips) than the step it takes. Placement.local_reason says why.
+another node costs more (a second queue, the transfer's round trips) than the step it takes. A decode node that answered the turn before
+holds that answer too, so of a conversation's next turn only the new message counts (Ask.turn_before). Placement.local_reason says why.
 
 A placement counts from place() on: on the prefill node until its prompt is computed, on the decode node until the stream ends. Whoever
 has a placement owes it decode_ended(), which ends both, however often it is called.
@@ -248,8 +249,11 @@ class Pairing:
         if not prefills:
             return "no_prefill_node", decodes
         least_hit, num_kv_tokens = ask.num_tokens - self._min_uncached_tokens, ask.num_tokens + ask.max_output_tokens
-        if least_hit >= 0 and not hits:
-            return None, decodes
+        if least_hit >= 0:
+            if not hits:
+                return None, decodes
+            if (turn := ask.turn_before()) is not None and turn[1] > least_hit:
+                least_hit = min(least_hit, turn[0] - 1)
         near = [node for node in decodes if hits.get(node, 0) > least_hit and node.decode_load.has_room(num_kv_tokens)]
         return ("short", near) if near else (None, decodes)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ask import BOUNDARIES, EXPECTED_OUTPUT_TOKENS, LONG_BLOCK, SHORT_END, block_end, block_hashes, read_ask
+from router.ask import BOUNDARIES, EXPECTED_OUTPUT_TOKENS, LONG_BLOCK, SHORT_END, block_end, block_hashes, num_blocks, read_ask
 from router.splice import read_head
 
 
@@ -92,3 +92,35 @@ def test_blocks_grow() -> None:
     assert len(BOUNDARIES) == 40
     assert len(block_hashes(bytes(4 << 10), 0)) == 16
     assert len(block_hashes(bytes(4 << 20), 0)) == 40 + ((4 << 20) - SHORT_END) // LONG_BLOCK
+
+
+def before(messages: list[dict[str, str]], **json_style: object) -> tuple[int, int] | None:
+    return read_ask(read_head(json.dumps({"messages": messages}, **json_style).encode()), None).turn_before()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("json_style", [{}, {"separators": (",", ":")}, {"indent": 1}])
+@pytest.mark.parametrize("num_new", [1, 2, 3])
+def test_decode_node_holds_the_turn_before_and_its_answer(num_new: int, json_style: dict[str, object]) -> None:
+    old, answer = turns(5), {"role": "assistant", "content": 'says "role": "user" and more ' * 40}
+    new = [{"role": "user", "content": f"and {n}? "} for n in range(num_new)]
+    sent = read_ask(read_head(json.dumps({"messages": old}, **json_style).encode()), None)  # type: ignore[arg-type]
+    found = before([*old, answer, *new], **json_style)
+    assert found is not None
+    needed, held = found
+    assert needed <= sent.num_tokens
+    assert needed >= block_end(len(sent.blocks)) // 4 - 2
+    total = read_ask(read_head(json.dumps({"messages": [*old, answer, *new]}, **json_style).encode()), None).num_tokens  # type: ignore[arg-type]
+    assert total - held <= 20 * num_new
+
+
+def test_no_turn_before() -> None:
+    assert before(turns(1)) is None
+    assert before(turns(4)) is None  # ends with words put into the assistant's mouth
+    assert before([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "?"}]) is None  # short
+    assert before([{"role": "user", "content": "word " * 200}] * 20) is None
+    assert read_ask(read_head(b'{"prompt": "text"}'), None).turn_before() is None
+
+
+@given(st.integers(0, 300_000))
+def test_number_of_blocks(num_bytes: int) -> None:
+    assert num_blocks(num_bytes) == len(block_hashes(bytes(num_bytes), 0))

@@ -1,5 +1,6 @@
 """Which nodes make a pair, what a placement counts, and where prompts stay on the decode node."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from common.config import RouterConfig
 from common.errors import RequestError
-from router.ask import Ask, block_hashes
+from router.ask import Ask, block_hashes, read_ask
 from router.node import NodeInfo, PageCounts
 from router.nodes import NodeTable
 from router.pairing import Pairing, Placement
+from router.splice import read_head
 
 ALL_POLICIES = ("cost", "cache_aware", "least_load", "power_of_two", "round_robin", "random")
 
@@ -281,6 +283,26 @@ def test_prefer_keeps_short_prompts_and_those_that_are_cached() -> None:
     assert 1020 - second.num_hit_tokens < 64
     third = made.place(ask(2000, text[:8000]))
     assert third.prefill is not None
+
+
+def test_prefer_keeps_the_next_turn_where_the_last_was_answered() -> None:
+    made = pairing(1, 3, disaggregation="prefer", min_uncached_tokens=64)
+
+    def turn(*messages: str) -> Placement:
+        roles = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(messages)]
+        placement = made.place(read_ask(read_head(json.dumps({"messages": roles}).encode()), None))
+        placement.decode_ended()
+        return placement
+
+    question, answer = "a long question " * 60, "a long answer " * 200
+    first = turn(question)
+    assert first.prefill is not None
+    second = turn(question, answer, "and then?")
+    assert (second.local_reason, second.decode) == ("short", first.decode)
+    third = turn(question, answer, "and then?", answer, "why?")
+    assert (third.local_reason, third.decode) == ("short", first.decode)
+    assert turn(question, answer, "and then?", answer, "why? " * 100).prefill is not None  # a long new message
+    assert turn("another " + question, answer, "and then?").prefill is not None
 
 
 def test_prefer_sends_short_prompts_away_from_a_full_decode_node() -> None:
