@@ -8,20 +8,21 @@ Every worker binds the port with SO_REUSEPORT, and Linux gives each new connecti
 supervisor binds it too and never listens: so port 0 is one port for all, and the port stays taken while workers are started again.
 It is free of other listeners at the start, also of such as have SO_REUSEPORT, or two routers would share their clients unawares.
 
-A worker that dies is started again, one whose event loop stands still is killed first. It listens again when it has probed the nodes:
-the others serve meanwhile, and it would refuse what they do not. What it had under way is lost with it, and so
-are connections that waited in its queue to be accepted: their clients see a reset (Linux can hand these to another worker:
-net.ipv4.tcp_migrate_req=1). A worker that ends in order serves its queue first.
+A worker that dies is started again; one whose event loop stands still is killed first. It listens again when it has probed the nodes,
+since before that it would refuse its share of what the others serve. What it had under way is lost with it, and so are connections
+that waited in its queue to be accepted: their clients see a reset, unless the system hands such connections to another worker (Linux
+5.14, sysctl net.ipv4.tcp_migrate_req=1: https://docs.kernel.org/networking/ip-sysctl.html).
 
 What N workers mean for a request, and N replicas of a router likewise. No worker needs another to be right; each knows less:
 - Load: a worker counts what it has placed itself at once, what others placed only when a probe says it (each of them probes: running
   and waiting requests, free pages). Between two probes workers can pick the same node; the error is about N times what one worker
   places in --health-check-interval. Measured rates of prefill nodes are each worker's own, of 1/N of the requests.
 - Prefixes: a worker's index holds what it has placed, so a prompt's second request finds the first one's node with probability 1/N,
-  unless the client keeps its connection. Where that counts: --kv-events, which tells every worker what the nodes hold, or one worker.
+  unless the client keeps its connection; and what a node has given up since is reckoned from 1/N of its tokens. Where that counts:
+  --kv-events, which tells every worker what the nodes hold, or one worker.
 - Round robin goes round in each worker by itself. Breakers open and close in each by itself, after --cb-failure-threshold failures there.
-- Limits of the whole router are divided by N (share_of): they bound memory and the nodes' load, with many connections over all workers.
-  Limits of an API key are not: a key with few connections would be refused far below its limit. It can have up to N times as much.
+- Limits, of the router (share_of) and of API keys (keys.py), are divided by N and rounded up: all workers together keep to them. A client
+  with few connections, which may all be with one worker, can be refused before it has had its limit.
 - The admin surface changes all workers, also those that start later; /metrics has all of them, with the label `worker`.
 
 One worker is one process, without any of this.

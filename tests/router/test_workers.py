@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from router.workers import Supervisor, run_workers, share_of
 
 WITHIN_S = 60.0  # processes are started, on a busy machine
 NEW_NODE = "http://127.0.0.1:9"
+KEY = "0123456789abcdef0123456789abcdef"
 
 pytestmark = pytest.mark.system
 
@@ -90,13 +92,16 @@ async def rig(**settings: Any) -> AsyncIterator[Rig]:
                 assert await running == 0
 
 
-async def test_workers_share_the_port_the_admins_commands_and_the_metrics_page_and_come_back_when_killed() -> None:
-    async with rig() as made:
+async def test_workers_share_the_port_the_admins_commands_and_the_metrics_page_and_come_back_when_killed(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(KEY)
+    (tmp_path / "key").chmod(0o600)
+    async with rig(admin_api_key_file=str(tmp_path / "key")) as made:
         while len([count for count in (await made.metric("pdserve_http_requests_total", path=CHAT)).values() if count]) < 2:
             assert (await made.chat()).status_code == 200
 
-        told = {"command": "add", "url": NEW_NODE, "role": "decode"}
-        await made.supervisor.hub._handle(0, "broadcast", told)
+        async with httpx.AsyncClient(verify=False, trust_env=False, headers={"authorization": f"Bearer {KEY}"}) as admin:
+            assert (await admin.post(f"{made.url}/workers", json={"url": NEW_NODE, "role": "decode"})).status_code == 201
+            assert (await admin.post(f"{made.url}/workers", json={"url": NEW_NODE, "role": "decode"})).status_code == 409
         assert await made.metric("pdserve_router_node_up", node=NEW_NODE) == {"0": 0, "1": 0}
 
         os.kill(made.pid(1), signal.SIGKILL)
