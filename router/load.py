@@ -138,6 +138,12 @@ class PrefillLoad:
                 total += share
                 prompt_s += share * own_prompt_s
                 token_s += share * own_token_s
+        if not total:  # no evidence is left, or there never was any
+            for load in loads:
+                if load.measured:
+                    total += 1.0
+                    prompt_s += load.prompt_s
+                    token_s += load.token_s
         utilisation = PrefillLoad._compare_utilisation(loads, now_s)
         for load in loads if total else ():
             load.measured = True

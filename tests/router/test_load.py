@@ -101,6 +101,18 @@ def test_node_that_was_slow_once_is_tried_again() -> None:
     assert EVIDENCE_HALF_LIFE_S == 60.0
 
 
+def test_node_that_joins_after_a_quiet_night_is_an_average_one() -> None:
+    loads = fleet(2)
+    for load, spent_s in zip(loads, (0.1, 0.3), strict=True):
+        compute(load, 0.0, 1000, spent_s)
+    PrefillLoad.fleet(loads, 1.0)
+    loads = [*loads, PrefillLoad()]
+    PrefillLoad.fleet(loads, 40_000.0)
+    assert loads[2].measured
+    assert len({load.token_s for load in loads}) == 1
+    assert 0.0001 < loads[2].token_s < 0.0003
+
+
 def test_failed_prompts_teach_nothing() -> None:
     load = PrefillLoad()
     load.begin(10_000, 0.0)
