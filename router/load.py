@@ -151,7 +151,6 @@ class PrefillLoad:
             load._fleet_prompt_s, load._fleet_token_s = prompt_s / total, token_s / total
             load._mix()
 
-
     @staticmethod
     def _compare_utilisation(loads: Sequence["PrefillLoad"], now_s: float) -> float:
         """Share of the fleet's time in which it had prompts to compute, of late."""
