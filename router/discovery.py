@@ -108,6 +108,11 @@ class Discovery:
             PodWatch(connect(), asyncio.get_running_loop(), pods, leg, namespace, selector) for leg, (selector, pods) in found.items()
         ]
 
+    @property
+    def in_step(self) -> bool:
+        """No role's pods have lately been out of sight."""
+        return all(watch.trouble is None for watch in self.watches)
+
     async def settled(self, timeout_s: float) -> bool:
         """Wait until the table has every pod that there was at the start; False when the API server does not say in time."""
         try:

@@ -211,8 +211,9 @@ class Parts:
         self.background.append(self.prober.run())
         self.discovery: Discovery | None = None
         if config.service_discovery:
-            self.discovery = Discovery(config, nodes)
-            self.background.append(self.discovery.run())
+            self.discovery = discovery = Discovery(config, nodes)
+            metrics.watch("pdserve_router_discovery_up", lambda: discovery.in_step)
+            self.background.append(discovery.run())
         metrics.watch("pdserve_router_connections", lambda: self.server.num_connections)
         metrics.watch("pdserve_router_queued_requests", lambda: admission.num_waiting)
 

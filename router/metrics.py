@@ -26,6 +26,7 @@ QUEUE_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 
 GAUGES = {  # that other parts have: watch()
     "pdserve_router_queued_requests": "Requests in the admission queue",
     "pdserve_router_connections": "Open connections of clients",
+    "pdserve_router_discovery_up": "1 while pods can be followed; 0: the nodes are those of before",
     "pdserve_router_prefix_index_blocks": "Blocks of prompts in the index of prefixes",
 }
 NO_FAILURE = (200, 499)  # 499: the client left, or the other leg failed first, as nginx counts

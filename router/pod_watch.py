@@ -109,10 +109,10 @@ class PodWatch:
     backoff_s: tuple[float, float] = BACKOFF_S
     watch_s: tuple[int, int] = WATCH_S
     read_margin_s: float = READ_MARGIN_S
+    trouble: str | None = None  # why the pods cannot be followed, when that is more than a moment; as it was logged
     _version: str | None = None  # None: a list is needed
     _reply: Any = None  # the one that is being read
     _num_failures: int = 0  # in a row
-    _said: str | None = None  # the trouble that was logged last, until it is over
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
@@ -172,13 +172,15 @@ class PodWatch:
         try:
             reply = self.api.list_namespaced_pod(self.namespace, label_selector=self.selector, _preload_content=False, **arguments)
         except exceptions.ApiException as error:  # some versions raise for what is not 200, some leave it to their caller
+            if not error.status:
+                raise self._trouble(error.reason) from error  # TLS
             raise _refused(_refusal(error.status, error.body or error.reason)) from error
         if reply.status != 200:
             with reply:
                 raise _refused(_refusal(reply.status, reply.read()))
-        if self._said is not None:
+        if self.trouble is not None:
             log.warning("%s pods are followed again", self.leg)
-            self._said = None
+            self.trouble = None
         self._reply = reply
         if self._stopping.is_set():
             self._stop_reading()
@@ -189,7 +191,7 @@ class PodWatch:
             with suppress(ValueError, OSError, RuntimeError):  # it has been read to its end
                 reply.shutdown()
 
-    def _trouble(self, error: Exception) -> Trouble:
+    def _trouble(self, error: object) -> Trouble:
         if isinstance(error, msgspec.DecodeError):
             return Trouble(f"what the API server said cannot be read ({error})")
         return Trouble(f"no connection to the API server at {self.api.api_client.configuration.host} ({error})")
@@ -201,9 +203,9 @@ class PodWatch:
         first_s, longest_s = self.backoff_s
         pause_s = random.uniform(0.5, 1.0) * min(first_s * 2 ** min(self._num_failures, 16), longest_s)
         self._num_failures += 1
-        if self._num_failures > 1 and trouble not in (None, self._said):
+        if self._num_failures > 1 and trouble not in (None, self.trouble):
             log.warning("%s pods cannot be followed: %s; the known nodes stay, the next try is within %g s", self.leg, trouble, longest_s)
-            self._said = trouble
+            self.trouble = trouble
         self._stopping.wait(pause_s)
 
 

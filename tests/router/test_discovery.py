@@ -269,6 +269,13 @@ async def test_known_nodes_stay_while_the_api_server_is_away(api: KubeApi, caplo
         await until_urls(nodes, ["http://10.0.0.2:8000"], ["http://10.0.0.1:8000"])
 
 
+async def test_trouble_with_tls_is_a_sentence(api: KubeApi, kubeconfig: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    kubeconfig(api.url.replace("http:", "https:"))  # which is none
+    async with discovered():
+        await until(lambda: "no connection to the API server at https://127.0.0.1" in caplog.text, "said", 10)
+    assert "SSL" in caplog.text
+
+
 async def test_no_api_server_at_the_start_is_no_end(kubeconfig: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
     async with kube_api() as late:
         await late.stop()
@@ -366,6 +373,7 @@ async def test_a_router_without_nodes_serves_with_those_it_finds(api: KubeApi) -
         url = f"http://127.0.0.1:{(await child.wait_ready())['port']}"
         async with mock_nodes() as (prefills, decodes), httpx.AsyncClient(base_url=url, verify=False, trust_env=False) as client:
             assert (await client.get("/ready")).status_code == 503
+            assert "pdserve_router_discovery_up 1.0" in (await client.get("/metrics")).text
             await api.put("p", ip="127.0.0.1", annotations={"pdserve.io/port": str(prefills[0].port), "pdserve.io/bootstrap-port": "8998"}, **P)
             await api.put("d", ip="127.0.0.1", annotations={"pdserve.io/port": str(decodes[0].port)}, **D)
 

@@ -120,7 +120,9 @@ class KubeApi:
         self._connections[writer] = task
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                if (begin := await reader.readexactly(1)) != b"G":
+                    return  # no GET: perhaps the beginning of TLS
+                head = (begin + await reader.readuntil(b"\r\n\r\n")).decode()
                 first, *lines = head.split("\r\n")[:-2]
                 self.headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
                 parts = urlsplit(first.split(" ")[1])
