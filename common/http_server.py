@@ -26,6 +26,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False, listen: bool = True)
     """A listening socket. Raises StartupError when the address is in use or not this machine's.
 
     reuse_port: others of this user may bind the port too, with the same option; connections are spread over those that listen.
+    listen: False: it is bound only, and takes no connections yet.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
