@@ -8,7 +8,6 @@ clients raise on it, whereas they take a cut stream for a success.
 import asyncio
 import math
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 
 from common.errors import Failure, RequestError, deadline_exceeded, invalid, overloaded, too_large
+from common.random_words import random_words
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -33,6 +33,9 @@ MAX_BODIES_BYTES = 64 << 20  # sixteen of the largest by default; the router hol
 BODY_TIMEOUT_S = 30.0  # a client that sends its body slower than this holds a connection for nothing
 LINGER_S = 1.0  # how long the rest of a refused body is read and thrown away, so that the client gets to read the refusal
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
+
+
+_words = random_words()
 
 
 class ClientLeft(Exception):
@@ -187,4 +190,4 @@ def deadline_of(header: Callable[[bytes], bytes | None], request_timeout_s: floa
 def request_id_of(headers: Headers) -> str:
     """The client's x-request-id, or a new one."""
     given = next((value for key, value in headers if key == ID_HEADER), None)
-    return given.decode() if given is not None and ACCEPTED_ID.fullmatch(given) else secrets.token_hex(8)
+    return given.decode() if given is not None and ACCEPTED_ID.fullmatch(given) else f"{next(_words):016x}"

@@ -21,9 +21,10 @@ class ClientLeft(Exception):
 
 
 class Call:
-    __slots__ = ("_open", "_waiter", "arrived_s", "ended_by", "exchange", "placement", "span", "ticket")
+    __slots__ = ("_loop", "_open", "_waiter", "arrived_s", "ended_by", "exchange", "placement", "span", "ticket")
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self.exchange = exchange
         self.arrived_s = time.monotonic()
         self.placement: Placement | None = None  # the last that was tried
@@ -36,7 +37,7 @@ class Call:
     async def progress(self) -> None:
         """Until something has happened since the caller last looked. Raises what interrupted the call."""
         if self.ended_by is None:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:

@@ -69,6 +69,7 @@ class CompletionProxy:
         self._read_prompt = read_prompt
         self._own_headers = (*node_authorization.dropped, *((b"traceparent",) if tracing is not None else ()))
         self._calls: set[Call] = set()
+        self._loop = asyncio.get_running_loop()  # asking for it each time costs a system call (getpid, before Python 3.12)
         self.metrics = metrics
         self._dispatcher = Dispatcher(pairing, client, metrics, config)
         self.draining = False
@@ -89,9 +90,9 @@ class CompletionProxy:
             call.interrupt(RequestError(SHUTTING_DOWN))
 
     def __call__(self, exchange: Exchange) -> None:
-        call = Call(exchange)
+        call = Call(exchange, self._loop)
         self._calls.add(call)
-        asyncio.get_running_loop().create_task(self._run(call))
+        self._loop.create_task(self._run(call))
 
     async def _run(self, call: Call) -> None:
         exchange = call.exchange
@@ -134,7 +135,7 @@ class CompletionProxy:
         lines = headers_to_node(exchange.headers, exchange.request_id, unix_deadline_s, but=self._own_headers) + self._node_authorization.line
         prompt = Prompt(api, exchange.target, exchange.request_id, lines, exchange.body, head, ask, num_prompts(head))
         left_s = unix_deadline_s - time.time() + DEADLINE_GRACE_S
-        timer = asyncio.get_running_loop().call_later(left_s, self._deadline_passed, call)
+        timer = self._loop.call_later(left_s, self._deadline_passed, call)
         try:
             await self._admit(call, client, prompt, time.monotonic() + left_s)
         finally:

@@ -14,6 +14,7 @@ A reply whose parts nobody fetches stops its connection's reading, so a slow cli
 import asyncio
 import socket
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -66,7 +67,10 @@ class Reply:
 
     def header(self, name: bytes) -> str:
         """Empty when there is none."""
-        return next((value.decode("latin-1") for key, value in self.headers if key == name), "")
+        for key, value in self.headers:
+            if key == name:
+                return value.decode("latin-1")
+        return ""
 
     async def head(self) -> None:
         while self.status is None:
@@ -136,7 +140,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, pool: "Pool", address: Address) -> None:
         self.address = address
-        self.kept_since_s = 0.0  # of the loop's clock
+        self.kept_since_s = 0.0  # monotonic
         self.closed = False
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
@@ -247,7 +251,7 @@ class Pool:
 
     def take(self, address: Address) -> Connection | None:
         kept = self._kept.get(address)
-        oldest_s = asyncio.get_running_loop().time() - KEEP_ALIVE_S
+        oldest_s = time.monotonic() - KEEP_ALIVE_S
         while kept:
             connection = kept.pop()
             if not connection.closed and connection.kept_since_s > oldest_s:
@@ -267,11 +271,13 @@ class Pool:
         return connection
 
     def keep(self, connection: Connection) -> None:
-        loop = asyncio.get_running_loop()
-        connection.kept_since_s = loop.time()
-        self._kept.setdefault(connection.address, deque()).append(connection)
+        connection.kept_since_s = time.monotonic()
+        kept = self._kept.get(connection.address)
+        if kept is None:
+            kept = self._kept[connection.address] = deque()
+        kept.append(connection)
         if self._sweeping is None:
-            self._sweeping = loop.call_later(KEEP_ALIVE_S, self._sweep)
+            self._sweeping = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._sweep)
 
     def close(self) -> None:
         if self._sweeping is not None:
@@ -284,10 +290,9 @@ class Pool:
     def _sweep(self) -> None:
         """Close what has been kept for too long; again later while anything is kept."""
         self._sweeping = None
-        loop = asyncio.get_running_loop()
-        oldest_s = loop.time() - KEEP_ALIVE_S
+        oldest_s = time.monotonic() - KEEP_ALIVE_S
         for kept in self._kept.values():
             while kept and (kept[0].closed or kept[0].kept_since_s <= oldest_s):
                 kept.popleft().abort()
         if any(self._kept.values()):
-            self._sweeping = loop.call_later(KEEP_ALIVE_S, self._sweep)
+            self._sweeping = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._sweep)

@@ -143,7 +143,7 @@ class Node:
 
     @property
     def bootstrap_host(self) -> str:
-        return self.info.bootstrap_host or urlsplit(self.url).hostname or ""
+        return self.info.bootstrap_host or self.address.host
 
     @property
     def bootstrap_port(self) -> int | None:

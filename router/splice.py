@@ -12,14 +12,13 @@ that value, even when the key was given twice and Head has the other one.)
 """
 
 import json
-import os
 import re
-import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from common.errors import RequestError, invalid
+from common.random_words import random_words
 
 ROOM_BITS = 63
 FIELD_NAMES = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
@@ -70,6 +69,7 @@ class Head(msgspec.Struct):
     bootstrap_room: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+_words = random_words()
 _decode_head = msgspec.json.Decoder(Head).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
@@ -104,16 +104,7 @@ def num_prompts(head: Head) -> int | None:
 
 def mint_rooms(number: int | None) -> int | list[int]:
     """Random rooms: one, or a list of `number`. Unguessable, and unique without a word between routers."""
-    return next(_rooms) if number is None else [next(_rooms) for _ in range(number)]
-
-
-def _random_rooms() -> Iterator[int]:
-    """From the kernel's randomness, 64 at a time: a system call for each would cost as much as reading the head of a body."""
-    while True:
-        yield from (word >> (64 - ROOM_BITS) for word in struct.unpack("64Q", os.urandom(512)))
-
-
-_rooms = _random_rooms()
+    return next(_words) >> (64 - ROOM_BITS) if number is None else [next(_words) >> (64 - ROOM_BITS) for _ in range(number)]
 
 
 def splice(body: bytes, head: Head, members: Mapping[str, bytes], drop: Collection[str] = ()) -> bytes:

@@ -105,7 +105,8 @@ def start_engine(config: NodeConfig, addresses: NodeAddresses, reporter: Reporte
     pages = RequestPages(cache, _host_backup(config, runner))
     events = None
     if config.kv_events_port is not None:
-        events = KVEvents(context, cache.tree, num_pages=runner.kv.num_pages, page_size=config.page_size, host=config.host, port=config.kv_events_port)
+        events = KVEvents(context, cache.tree, num_pages=runner.kv.num_pages, page_size=config.page_size, host=config.host,
+                          port=config.kv_events_port)
     return Engine(
         runner=runner,
         work=Work(runner, pages, outbox, limits),
