@@ -25,16 +25,18 @@ WINDOW = 64.0  # requests; 32 follow a change faster, and let 2 of 100 come late
 RIDGE = 16.0**2  # as one request that waited behind 16 and came as predicted
 MARGIN = 4.0  # of a normal law the 99th percentile is 2.33 sigma, 2.9 mean deviations; residuals are skewed, 3 let 2 of 100 come late
 SCALE_SHARE = 0.25
+WORST = 1.25  # of a residual, by the scale: MARGIN of it are more than the objective, so more would only be remembered for longer
+TRUST = 4.0  # requests that came as predicted, before any has come: one prompt that waits for its kernels to be compiled shuts nobody out
 
 
 class Mean:
-    """Of all values at first, of about the last WINDOW later on."""
+    """Of all values at first, of about the last WINDOW later on. weight: of the first guess, in values."""
 
     __slots__ = ("_num", "value")
 
-    def __init__(self, first_guess: float = 0.0) -> None:
+    def __init__(self, first_guess: float = 0.0, weight: float = 0.0) -> None:
         self.value = first_guess
-        self._num = 0.0
+        self._num = weight
 
     def add(self, value: float) -> None:
         self._num = min(self._num + 1.0, WINDOW)
@@ -57,7 +59,7 @@ class TtftModel:
         self._line: dict[Sent, None] = {}  # nothing sent later has its first token
         self.num_awaited = 0
         self._products = self._squares = 0.0
-        self._deviation = Mean()
+        self._deviation = Mean(weight=TRUST)
         self._last_sent_s = float("-inf")
 
     @property
@@ -101,7 +103,7 @@ class TtftModel:
 
     def _learn(self, sent: Sent, measured_s: float) -> None:
         residual_s = measured_s - self._expected_s(sent.predicted_s, sent.num_before)
-        self._deviation.add(abs(residual_s) / self._scale_s(sent.predicted_s))
+        self._deviation.add(min(WORST, abs(residual_s) / self._scale_s(sent.predicted_s)))
         keep = 1.0 - 1.0 / WINDOW
         self._products = keep * self._products + sent.num_before * (measured_s - sent.predicted_s)
         self._squares = keep * self._squares + sent.num_before**2
