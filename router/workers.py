@@ -14,9 +14,9 @@ that waited in its queue to be accepted: their clients see a reset, unless the s
 5.14, sysctl net.ipv4.tcp_migrate_req=1: https://docs.kernel.org/networking/ip-sysctl.html).
 
 What N workers mean for a request, and N replicas of a router likewise. No worker needs another to be right; each knows less:
-- Load: a worker counts what it has placed itself at once, what others placed only when a probe says it (each of them probes: running
-  and waiting requests, free pages). Between two probes workers can pick the same node; the error is about N times what one worker
-  places in --health-check-interval. Measured rates of prefill nodes are each worker's own, of 1/N of the requests.
+- Load: a worker counts what it has placed itself at once. What the others placed it sees of decode nodes when a probe tells requests and
+  pages of all; of prefill nodes only as a lower measured rate (pairing.py says why). Between two probes several workers can pick the
+  node that looked best to each.
 - Prefixes: a worker's index holds what it has placed, so a prompt's second request finds the first one's node with probability 1/N,
   unless the client keeps its connection; and what a node has given up since is reckoned from 1/N of its tokens. Where that counts:
   --kv-events, which tells every worker what the nodes hold, or one worker.
