@@ -85,6 +85,8 @@ async def rig(**settings: Any) -> AsyncIterator[Rig]:
             made = Rig(supervisor, prefills, decodes)
             try:
                 await until(lambda: running.done() or all(worker.serves for worker in supervisor.workers), "all workers serve", WITHIN_S)
+                if running.done():
+                    running.result()
                 await made.until_metric({"0": 1, "1": 1}, "pdserve_router_node_up", leg="decode", node=decodes[0].url)
                 yield made
             finally:
