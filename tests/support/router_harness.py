@@ -71,7 +71,6 @@ async def routed(prefills: list[MockNode], decodes: list[MockNode], *, ready: bo
                     await until(lambda: all(node.usable for node in router.nodes.all), "all nodes usable")
                 yield made
         finally:
-            await asyncio.sleep(0.005)  # the client's closing is read first: uvicorn looks only every 100 ms whether a connection has ended
             router.stop.set()
             assert await running == 0
 
