@@ -5,6 +5,7 @@ down) wakes it, and it looks at what is the case; so nothing is cancelled in the
 """
 
 import asyncio
+import math
 import time
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ class ClientLeft(Exception):
 
 
 class Call:
-    __slots__ = ("_loop", "_open", "_waiter", "arrived_s", "ended_by", "exchange", "placement", "span", "ticket")
+    __slots__ = ("_loop", "_open", "_waiter", "arrived_s", "end_s", "ended_by", "exchange", "placement", "span", "ticket")
 
     def __init__(self, exchange: Exchange, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -30,6 +31,7 @@ class Call:
         self.placement: Placement | None = None  # the last that was tried
         self.span: Span | None = None  # when it is traced
         self.ticket: Ticket | None = None  # once admitted
+        self.end_s = math.inf  # its deadline, monotonic
         self.ended_by: Exception | None = None
         self._open = True
         self._waiter: asyncio.Future[None] | None = None

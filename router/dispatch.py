@@ -37,9 +37,9 @@ GIVEN_UP = 499  # the status of a leg that nobody waits for any more
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
-    """What goes to the nodes."""
+    """What goes to the nodes. Not frozen: that would make it dearer to make, once a request."""
 
     api: ApiPath
     target: bytes  # path and query

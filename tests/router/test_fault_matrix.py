@@ -178,7 +178,7 @@ async def test_a_hang_is_answered_at_the_deadline(stream: bool) -> None:
             reply = await made.client.post(CHAT, json={"messages": [], "stream": stream}, headers={"x-request-deadline": f"{deadline_s:.3f}"})
             assert reply.status_code == 504
             late_s.append(time.time() - deadline_s)
-        assert 0 <= min(late_s) < 0.3 + ANSWERED_WITHIN_S  # the nodes' own word is waited for a moment
+        assert 0 <= min(late_s) < ANSWERED_WITHIN_S
 
 
 async def settled(made: Rig) -> None:
