@@ -25,22 +25,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import uvloop
 from compare_systems import SystemFailed
 from router_load import Request, Steady, Tally, call_for, call_often, open_callers
+from router_report import DIRECT, OURS_ROUND_ROBIN, OURS_VLLM, PARTS, Round, table, verdicts
 from router_systems import OURS, SGLANG, VLLM, Nodes, RouterKind, RunningRouter, ours, running, rust
 
 from common.http_server import raise_file_limit
 
-DIRECT = "no router"
-OURS_ROUND_ROBIN, OURS_VLLM = "pdserve, round_robin", "pdserve, vllm nodes"
 SIZES_KB = (1, 4, 16, 64, 256)
 CLIENTS = 32
 NUM_PAIRS = 2
@@ -50,26 +50,16 @@ SLOW_STREAMS, SLOW_GAP_S, REQUEST_RATE = 2000, 0.5, 50.0
 SILENT_S = 4 * SLOW_GAP_S
 NODE_NOTICED_S = 6.0  # after a node's death: two silent probes and more
 
-Round = dict[str, dict[str, float]]  # by system and figure
-Goal = tuple[str, str, str, float]  # figure of the first system, at most so many times the second's
-
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     rounds: int
     seconds: float  # of a measurement
-    requests: int  # of the memory part, of pdserve; the others do with a tenth of the full number
-    faults_of_peers: bool
+    requests: int  # of the memory part
+    peers_throughout: bool  # in memory and faults too
 
 
-SHORT, FULL = Effort(2, 0.7, 100_000, False), Effort(5, 2.0, 1_000_000, True)
-GOALS: tuple[Goal, ...] = (
-    ("CPU us/request, 1 KB", OURS, SGLANG, 2.0),
-    ("added p50 us, 1 KB", OURS, SGLANG, 1.5),
-    *((f"CPU us/request, {size} KB", OURS, SGLANG, 1.0) for size in (16, 64, 256)),
-    *((f"CPU us/chunk, {number} streams", OURS, SGLANG, 2.0) for number, _ in STREAMS),
-)
-LIMITS = {"gap p99 ms, 500 streams": 5.0, "RSS MiB, end": 90.0}  # of pdserve
+SHORT, FULL = Effort(2, 0.5, 100_000, False), Effort(5, 2.0, 1_000_000, True)
 
 
 # ---- what is measured of one system ---------------------------------------------------------------------------------------------
@@ -85,16 +75,19 @@ def checked(tally: Tally) -> Tally:
     return tally
 
 
-async def measure_bodies(router: RunningRouter, size_kb: int, seconds: float) -> dict[str, float]:
+async def measure_bodies(router: RunningRouter, size_kb: int, seconds: float, direct_us: float) -> dict[str, float]:
+    """direct_us: median latency without a router."""
     request = Request(size_kb << 10)
     checked(await call_for(router.port, request, CLIENTS, seconds / 5))
     before_s, started_s = router.cpu_s(), time.monotonic()
     busy = checked(await call_for(router.port, request, CLIENTS, seconds))
     cpu_s, elapsed_s, number = router.cpu_s() - before_s, time.monotonic() - started_s, len(busy.latencies_s)
+    latency = await measure_latency(router.port, size_kb, seconds)
     return {
         f"CPU us/request, {size_kb} KB": cpu_s / number * 1e6,
         f"requests/s, {size_kb} KB": number / elapsed_s,
-        **await measure_latency(router.port, size_kb, seconds),
+        **latency,
+        f"added p50 us, {size_kb} KB": latency[f"p50 us, {size_kb} KB"] - direct_us,
     }
 
 
@@ -179,6 +172,7 @@ class Bench:
         self._log_dir = log_dir
         self._say = say
         self.rounds: list[Round] = [{} for _ in range(effort.rounds)]
+        self.failed: dict[str, str] = {}  # by system, the first
 
     async def run(self, parts: Sequence[str]) -> None:
         """Fills `rounds`."""
@@ -198,87 +192,46 @@ class Bench:
     async def _bodies(self, found: Round, routers: Sequence[RunningRouter], node: int) -> None:
         seconds = self._effort.seconds
         for size_kb in SIZES_KB:
-            self._note(found, DIRECT, await measure_latency(node, size_kb, seconds))
-            floor_us = found[DIRECT][f"p50 us, {size_kb} KB"]
+            await self._note(found, DIRECT, measure_latency(node, size_kb, seconds))
             for router in routers:
-                figures = await measure_bodies(router, size_kb, seconds)
-                self._note(found, router.name, {**figures, f"added p50 us, {size_kb} KB": figures[f"p50 us, {size_kb} KB"] - floor_us})
+                await self._note(found, router.name, measure_bodies(router, size_kb, seconds, found[DIRECT][f"p50 us, {size_kb} KB"]))
 
     async def _streams(self, found: Round, routers: Sequence[RunningRouter], node: int) -> None:
         for number, gap_s in STREAMS:
-            self._note(found, DIRECT, await measure_streams(node, None, number, gap_s, self._effort.seconds))
+            await self._note(found, DIRECT, measure_streams(node, None, number, gap_s, self._effort.seconds))
             for router in routers:
-                self._note(found, router.name, await measure_streams(router.port, router, number, gap_s, self._effort.seconds))
+                await self._note(found, router.name, measure_streams(router.port, router, number, gap_s, self._effort.seconds))
 
     async def _memory(self, nodes: Nodes) -> None:
-        for kind in self._kinds:
-            number = self._effort.requests if kind.name == OURS else FULL.requests // 10
-            if kind.name in (OURS, SGLANG, VLLM):
-                async with running(kind, [nodes], self._router_core, self._log_dir) as router:
-                    self._note(self.rounds[0], kind.name, await measure_memory(router, number))
+        for kind in self._once():
+            async with running(kind, [nodes], self._router_core, self._log_dir) as router:
+                await self._note(self.rounds[0], kind.name, measure_memory(router, self._effort.requests))
 
     async def _faults(self) -> None:
         faults: tuple[tuple[str, Callable[[Nodes], None]], ...] = (("node killed", Nodes.kill), ("node frozen", Nodes.freeze))
         for name, break_it in faults:
-            for kind in self._kinds:
-                if kind.name == OURS or (self._effort.faults_of_peers and kind.name in (SGLANG, VLLM)):
-                    with Nodes(NUM_PAIRS, NUM_PAIRS, self._other_core) as nodes, Nodes(0, 1, self._other_core) as victim:
-                        async with running(kind, [nodes, victim], self._router_core, self._log_dir, plain=False) as router:
-                            figures = await measure_fault(router, name, victim, break_it, self._effort.seconds)
-                            self._note(self.rounds[0], kind.name, figures)
+            for kind in self._once():
+                with Nodes(NUM_PAIRS, NUM_PAIRS, self._other_core) as nodes, Nodes(0, 1, self._other_core) as victim:
+                    async with running(kind, [nodes, victim], self._router_core, self._log_dir, plain=False) as router:
+                        await self._note(self.rounds[0], kind.name, measure_fault(router, name, victim, break_it, self._effort.seconds))
 
-    def _note(self, found: Round, system: str, figures: Mapping[str, float]) -> None:
-        found.setdefault(system, {}).update(figures)
-        self._say(f"{system}: " + ", ".join(f"{name}: {value:.1f}" for name, value in figures.items()))
+    def _once(self) -> list[RouterKind]:
+        """Those of the parts that are measured once, not in each round."""
+        names = (OURS, SGLANG, VLLM) if self._effort.peers_throughout else (OURS,)
+        return [kind for kind in self._kinds if kind.name in names]
 
-
-# ---- what is printed ------------------------------------------------------------------------------------------------------------
-
-
-def figures_of(rounds: Sequence[Round], system: str) -> dict[str, list[float]]:
-    """The values of each figure, by round."""
-    names = dict.fromkeys(name for found in rounds for name in found.get(system, {}))
-    return {name: [found[system][name] for found in rounds if name in found.get(system, {})] for name in names}
-
-
-def ratios(rounds: Sequence[Round], figure: str, system: str, other: str) -> list[float]:
-    """Within each round that has both. Without sense for what may be nothing, such as failures."""
-    pairs = [(found.get(system, {}).get(figure), found.get(other, {}).get(figure)) for found in rounds]
-    return [one / two for one, two in pairs if one is not None and two is not None and two > 0]
-
-
-def spread(values: Sequence[float]) -> str:
-    return "-" if not values else f"{median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
-
-
-def table(rounds: Sequence[Round], systems: Sequence[str]) -> str:
-    """Markdown: a line for each figure; medians of the rounds, and the first system's ratio to each peer."""
-    values = {system: figures_of(rounds, system) for system in systems}
-    figures = dict.fromkeys(figure for system in systems for figure in values[system])
-    compared = [(one, two) for one, two in ((OURS, SGLANG), (OURS_VLLM, VLLM)) if one in systems and two in systems]
-    lines = [["figure", *systems, *(f"{one} / {two}" for one, two in compared)], ["---"] * (1 + len(systems) + len(compared))]
-    for figure in figures:
-        medians = [f"{median(of_system[figure]):.1f}" if (of_system := values[system]).get(figure) else "" for system in systems]
-        lines.append([figure, *medians, *(spread(ratios(rounds, figure, one, two)) for one, two in compared)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def verdicts(rounds: Sequence[Round]) -> list[str]:
-    """Of each goal and limit for which there are figures."""
-    said = []
-    for figure, system, other, most in GOALS:
-        if values := ratios(rounds, figure, system, other):
-            said.append(f"{figure}: {spread(values)} x {other}, at most {most:g}: {'met' if median(values) <= most else 'missed'}")
-    for figure, limit in LIMITS.items():
-        if of_rounds := figures_of(rounds, OURS).get(figure):
-            said.append(f"{figure}: {median(of_rounds):.1f}, at most {limit:g}: {'met' if median(of_rounds) <= limit else 'missed'}")
-    return said
+    async def _note(self, found: Round, system: str, measurement: Coroutine[Any, Any, dict[str, float]]) -> None:
+        try:
+            figures = await measurement
+        except Failed as error:
+            self.failed.setdefault(system, str(error))
+            self._say(f"{system}: {error}")
+        else:
+            found.setdefault(system, {}).update(figures)
+            self._say(f"{system}: " + ", ".join(f"{name}: {value:.1f}" for name, value in figures.items()))
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------------------
-
-PARTS = ("bodies", "streams", "memory", "faults")
-
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -349,15 +302,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, SystemFailed) as error:
         print(f"bench/router_overhead.py: {error}", file=sys.stderr)
         return 2
-    except Failed as error:
-        print(f"bench/router_overhead.py: {error}", file=sys.stderr)
-        return 1
     systems = [DIRECT, *(kind.name for kind in kinds)]
     print(f"{', '.join(versions) or 'no peers'}; {effort.rounds} rounds; medians, ratios with extremes\n")
-    print(table(bench.rounds, systems), "", *verdicts(bench.rounds), sep="\n")
+    print(*(f"{text}\n" for part in PARTS if (text := table(bench.rounds, systems, part))), *verdicts(bench.rounds), sep="\n")
     if options.result_filename is not None:
         options.result_filename.write_text(json.dumps({"versions": versions, "rounds": bench.rounds}, indent=1) + "\n", "utf-8")
-    return 0
+    for system, failure in bench.failed.items():
+        print(f"bench/router_overhead.py: {system}: {failure}", file=sys.stderr)
+    return 1 if bench.failed else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from router_load import Caller, Request, Steady, Tally, call_for, call_often, open_callers
 from router_mock import NodeConnection, Replies, request_nbytes
-from router_overhead import SIZES_KB, Round, chosen_kinds, chosen_parts, main, peer_version, quantiles_ms, ratios, spread, table, verdicts
+from router_overhead import SHORT, SIZES_KB, Bench, Failed, chosen_kinds, chosen_parts, main, peer_version, quantiles_ms
+from router_report import Round, part_of, ratios, spread, table, verdicts
 from router_systems import OURS, SGLANG, ours, rust
 
 from pdserve import build_parser
@@ -185,11 +186,31 @@ def test_ratios_are_made_within_rounds_and_goals_judged_by_their_median() -> Non
         f"{figure}: 0.90 (0.80 - 1.50) x sglang-router, at most 1: met",
         "RSS MiB, end: 91.0, at most 90: missed",
     ]
-    lines = table(rounds, [OURS, SGLANG]).splitlines()
-    assert lines[0] == "| figure | pdserve | sglang-router | pdserve / sglang-router |"
-    assert lines[2] == f"| {figure} | 85.0 | 100.0 | 0.90 (0.80 - 1.50) |"
-    assert lines[3] == "| RSS MiB, end | 91.0 |  | - |"
-    assert table(rounds, [OURS]).splitlines()[0] == "| figure | pdserve |"
+    header, _, line = table(rounds, [OURS, SGLANG], "bodies").splitlines()
+    assert header == "| figure | pdserve | sglang-router | pdserve / sglang-router |"
+    assert line == f"| {figure} | 85.0 | 100.0 | 0.90 (0.80 - 1.50) |"
+    header, _, line = table(rounds, [OURS, SGLANG], "memory").splitlines()
+    assert (header, line) == ("| figure | pdserve |", "| RSS MiB, end | 91.0 |")
+    assert table(rounds, [OURS, SGLANG], "faults") == ""
+
+
+async def test_a_system_that_fails_is_noted_and_the_others_are_measured(tmp_path: Path) -> None:
+    async def fails() -> dict[str, float]:
+        raise Failed("2 requests failed")
+
+    async def answers() -> dict[str, float]:
+        return {"RSS MiB, end": 1.0}
+
+    bench, found = Bench([], (0, 1), SHORT, tmp_path, print), Round()
+    await bench._note(found, SGLANG, fails())
+    await bench._note(found, OURS, answers())
+    assert (found, bench.failed) == ({OURS: {"RSS MiB, end": 1.0}}, {SGLANG: "2 requests failed"})
+
+
+def test_every_figure_belongs_to_a_part() -> None:
+    parts = {"CPU us/chunk, 64 streams": "streams", "gap p99 ms, 500 streams": "streams", "p50 us, 4 KB": "bodies", "RSS MiB, start": "memory",
+             "node frozen: streams lost at other nodes": "faults"}  # fmt: skip
+    assert {figure: part_of(figure) for figure in parts} == parts
 
 
 def test_quantiles_of_nothing_are_left_out() -> None:
