@@ -69,10 +69,13 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._phase = Phase.NEW
         self._since_s = server.now_s  # the phase's beginning
-        self._num_head_bytes = 0
-        self._reading: Exchange | None = None  # its head or body is being read
+        self._close_by_s = math.inf  # in CLOSING
+        self._num_stuck_bytes = 0  # read since the parser last got on
+        self._got_on = False
+        self._reading: Exchange | None = None  # its head or body is being read; then the phase is HEAD or BODY, whatever is being served
         self._waiting: deque[Exchange] = deque()  # sent ahead, behind `_serving`
         self._serving: Exchange | None = None
+        self._starting = False  # inside the handler, which may answer at once
         self._paused = False
         self._open = True
         self.writable = True
@@ -85,6 +88,10 @@ class ClientConnection(asyncio.Protocol):
     @property
     def num_unsent_bytes(self) -> int:
         return self._transport.get_write_buffer_size() if self._open else 0
+
+    @property
+    def _closing(self) -> bool:
+        return self._phase is Phase.CLOSING
 
     @property
     def busy(self) -> bool:
@@ -131,26 +138,32 @@ class ClientConnection(asyncio.Protocol):
             self._serving.on_writable()
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.CLOSING:
+        if self._closing:
             return
+        self._got_on = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self._refuse(cause.failure if isinstance(cause, RequestError) else Failure(400, f"the request is no HTTP/1.1: {cause or error}"))
+            if not self._closing:
+                self._refuse(cause.failure if isinstance(cause, RequestError) else Failure(400, f"the request is no HTTP/1.1: {cause or error}"))
             return
-        if self._phase is Phase.HEAD:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(Failure(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes"))
+        if self._got_on:
+            self._num_stuck_bytes = 0
+            return
+        self._num_stuck_bytes += len(data)  # of a head, or trailers, or a chunk's extension, all of which the parser takes without end
+        if self._num_stuck_bytes > MAX_HEAD_BYTES:
+            self._refuse(Failure(431, f"the request's head, or what follows its body, is longer than {MAX_HEAD_BYTES} bytes"))
 
     # From the parser
 
     def on_message_begin(self) -> None:
+        if self._closing:
+            raise ConnectionAbortedError("the reply before was the last")
+        self._got_on = self._got_on or self._phase not in (Phase.NEW, Phase.IDLE)  # else all of this read is the head's
         self._reading = Exchange(self, self._server.bodies)
-        self._num_head_bytes = 0
         self._enter(Phase.HEAD)
 
     def on_url(self, url: bytes) -> None:
@@ -159,9 +172,11 @@ class ClientConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._reading is not None
-        self._reading.headers.append((name.lower(), value))
+        if self._phase is Phase.HEAD:  # trailers are dropped: a proxy in front has not seen them as headers (RFC 9110, 6.5.1)
+            self._reading.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        self._got_on = True
         exchange = self._reading
         assert exchange is not None
         exchange.method = self._parser.get_method().decode()
@@ -186,10 +201,12 @@ class ClientConnection(asyncio.Protocol):
         self._enter(Phase.BODY)
 
     def on_body(self, part: bytes) -> None:
+        self._got_on = True
         if self._reading is not None:
             self._reading.take(part, self._server.limits.max_body_bytes)
 
     def on_message_complete(self) -> None:
+        self._got_on = True
         if self._reading is None or self._parser.should_upgrade():  # said of its head alone
             return
         exchange, self._reading = self._reading, None
@@ -209,17 +226,21 @@ class ClientConnection(asyncio.Protocol):
         if exchange is not self._serving:
             return
         self._serving = None
-        if not exchange.keep_alive or self._server.stopping:
-            self._close_after(exchange)
-            return
+        if not self._starting:
+            self._serve(self._next(exchange))
+
+    def _next(self, ended: Exchange) -> Exchange | None:
+        """What is to be served after it, if anything waits."""
+        if not ended.keep_alive or self._server.stopping:
+            self._close_after(ended)
+            return None
         if self._waiting:
-            self._serve(self._waiting.popleft())
-            return
+            return self._waiting.popleft()
         if self._paused and self._open:
             self._paused = False
             self._transport.resume_reading()
-        if self._reading is None:
-            self._enter(Phase.IDLE)
+        self._enter(Phase.IDLE if self._reading is None else self._phase)  # what was being read meanwhile has its whole time from now on
+        return None
 
     def _without_upgrade(self, rest: bytes) -> None:
         """The parser stops behind the head of a request that offers another protocol (`curl --http2` offers one in each). The offer need
@@ -233,22 +254,31 @@ class ClientConnection(asyncio.Protocol):
     def expired(self, now_s: float) -> None:
         """From the sweep: has the phase lasted too long?"""
         limits, lasted_s = self._server.limits, now_s - self._since_s
-        if self._phase in (Phase.NEW, Phase.HEAD) and lasted_s > limits.head_timeout_s:
-            self.abort()
-        elif self._phase is Phase.BODY and lasted_s > limits.body_timeout_s and self._serving is None:
+        if self._closing:
+            if now_s > self._close_by_s:
+                self.abort()
+        elif self._serving is not None:
+            return  # the next request may come as slowly as it likes
+        elif self._phase is Phase.BODY and lasted_s > limits.body_timeout_s:
             sentence = f"the request body did not arrive within {limits.body_timeout_s:g} s"
             self._refuse(Failure(408, sentence, code="request_timeout", stage="intake"))
-        elif (self._phase is Phase.IDLE and lasted_s > KEEP_ALIVE_S) or (self._phase is Phase.CLOSING and lasted_s > LINGER_S):
+        elif lasted_s > {Phase.NEW: limits.head_timeout_s, Phase.HEAD: limits.head_timeout_s, Phase.IDLE: KEEP_ALIVE_S}.get(self._phase, math.inf):
             self.abort()
 
-    def _serve(self, exchange: Exchange) -> None:
-        self._serving = exchange
-        self._enter(Phase.SERVING)
-        try:
-            self._server.handler(exchange)
-        except Exception:
-            log.exception("%s %s: a fault of the router", exchange.request_id, exchange.path.decode("latin-1"))
-            self.abort()
+    def _serve(self, exchange: Exchange | None) -> None:
+        """And what waits behind it, as long as the handler answers at once: a loop, because thousands may have been sent ahead."""
+        while exchange is not None:
+            self._serving = exchange
+            if self._reading is None:
+                self._enter(Phase.SERVING)
+            self._starting = True
+            try:
+                self._server.handler(exchange)
+            except Exception:
+                log.exception("%s %s: a fault of the router", exchange.request_id, exchange.path.decode("latin-1"))
+                self.abort()
+            self._starting = False
+            exchange = self._next(exchange) if self._serving is None else None
 
     def _refuse(self, failure: Failure) -> None:
         """Answer what cannot be read on, after what came before it; then close."""
@@ -261,17 +291,18 @@ class ClientConnection(asyncio.Protocol):
         if self._serving is not None:
             self._waiting.append(exchange)
             self._enter(Phase.CLOSING)
-            self._since_s = math.inf  # until it is its turn
         else:
             self._serve(exchange)
 
     def _close_after(self, exchange: Exchange) -> None:
+        self._enter(Phase.CLOSING)
         if exchange.refusal is None:
+            self._close_by_s = self._server.now_s + KEEP_ALIVE_S  # for a client that reads slowly
             self.close()
             return
+        self._close_by_s = self._server.now_s + LINGER_S
         if self._open and self._transport.can_write_eof():
             self._transport.write_eof()
-        self._enter(Phase.CLOSING)
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
@@ -304,7 +335,9 @@ class Server:
         loop = asyncio.get_running_loop()
         self._sweep()
         for listener in listeners:
-            self._servers.append(await loop.create_server(lambda: ClientConnection(self), sock=listener, backlog=BACKLOG, ssl=self._tls))
+            self._servers.append(await loop.create_server(
+                lambda: ClientConnection(self), sock=listener, backlog=BACKLOG, ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else self.limits.head_timeout_s))  # fmt: skip
 
     def stop(self) -> None:
         """No new connections; those between requests are closed, the others after their reply."""
