@@ -93,6 +93,10 @@ def _router(arguments: argparse.Namespace) -> int:
     if not (config.prefill or config.decode or come_later):
         raise StartupError("the router needs nodes: give --prefill URL and --decode URL (each repeatable), or use `pdserve up`; "
                            "or say where they will come from, with --service-discovery or --admin-port")
+    for role, given, wanted in (("prefill", config.prefill, config.disaggregation == "require"), ("decode", config.decode, True)):
+        if wanted and not (given or come_later):
+            raise StartupError(f"the router needs {role} nodes too: give --{role} URL, "
+                               "or say where they will come from, with --service-discovery or --admin-port")
 
     from router.main import run_router
 

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,6 +21,7 @@ Field = dataclasses.Field[Any]
 
 HELP_WIDTH = 110  # columns; help texts hold a reason, and a narrow column makes them unreadable
 METAVARS = {int: "N", float: "X", str: "TEXT"}
+VISIBLE_ASCII = re.compile("[!-~]+")
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,16 +78,19 @@ def argv_of(config: object, *, skip: Collection[str] = (), always: Collection[st
 
 
 def node_url(text: str) -> str:
-    """`text` itself, when it is http://HOST[:PORT], optionally followed by ,BOOTSTRAP_PORT. Raises ArgumentTypeError."""
-    url, _, bootstrap_port = text.partition(",")
+    """`text` itself, when it is http://HOST[:PORT], optionally with a path, and ,BOOTSTRAP_PORT. Raises ArgumentTypeError. A password has no
+    place in it: node addresses stand in logs, metrics and replies."""
+    url, comma, bootstrap_port = text.partition(",")
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # urlsplit on a bad port or bracket
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0) and "@" not in parts.netloc
+        good = good and not (parts.query or parts.fragment) and VISIBLE_ASCII.fullmatch(url) is not None
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # urlsplit on a bad port or bracket; a label that is empty or too long
         good = False
     if not good:
         raise argparse.ArgumentTypeError(f"{url!r} is no node address; write http://HOST:PORT")
-    if bootstrap_port and not (bootstrap_port.isdecimal() and 0 < int(bootstrap_port) <= 65535):
+    if comma and not (bootstrap_port.isdecimal() and 0 < int(bootstrap_port) <= 65535):
         raise argparse.ArgumentTypeError(f"bootstrap port {bootstrap_port!r} of {url} is no port")
     return text
 

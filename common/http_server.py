@@ -41,8 +41,9 @@ def bind(host: str, port: int, *, reuse_port: bool = False, listen: bool = True)
         except OSError:
             listener.close()
             raise
-    except OSError as error:
-        raise StartupError(f"cannot serve HTTP on {host}:{port}: {error.strerror}; choose another with --host and --port") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
+        why = getattr(error, "strerror", error)
+        raise StartupError(f"cannot serve HTTP on {host}:{port}: {why}; choose another with --host and --port") from None
     return listener
 
 

@@ -9,7 +9,6 @@ import argparse
 import time
 from collections.abc import Sequence
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -150,9 +149,6 @@ def _of_prefill(node: Node) -> JsonObject:
 
 def _url(text: str) -> str:
     try:
-        parts = urlsplit(node_url(text))
-        if parts.query or parts.fragment or parts.username is not None:
-            raise argparse.ArgumentTypeError(f"{text[:MAX_SHOWN_CHARACTERS]!r} is no node address; write http://HOST:PORT")
+        return node_url(text)
     except argparse.ArgumentTypeError as error:
         raise invalid(str(error)[:MAX_SHOWN_CHARACTERS], param="url") from None
-    return text

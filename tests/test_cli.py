@@ -116,6 +116,11 @@ def test_no_command_shows_help_and_exits_2() -> None:
         (("router", "--prefill", "10.0.0.1:80"), "--prefill: '10.0.0.1:80' is no node address; write http://HOST:PORT; see `pdserve router --help`"),
         (("router", "--decode", "http://a:0"), "--decode: 'http://a:0' is no node address; write http://HOST:PORT; see `pdserve router --help`"),
         (("router", "--prefill", "http://a:1,x"), "--prefill: bootstrap port 'x' of http://a:1 is no port; see `pdserve router --help`"),
+        (("router", "--prefill", "http://a:1,"), "--prefill: bootstrap port '' of http://a:1 is no port; see `pdserve router --help`"),
+        *(
+            (("router", "--decode", url), f"--decode: {url!r} is no node address; write http://HOST:PORT; see `pdserve router --help`")
+            for url in ("http://me:secret@a:1", "http://a:1/b c", "http://a:1/\r\nx: y", "http://a:1/?b#c", "http://a..b:1", f"http://{64 * 'a'}:1")
+        ),
     ],
 )
 def test_wrong_argument_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
@@ -126,6 +131,10 @@ def test_refusal_is_one_line_and_exit_code_2() -> None:
     assert refusal("up", "--bogus") == "pdserve up has no flag --bogus; see `pdserve up --help`"
     assert re.fullmatch(r"COMMAND: invalid choice: 'serve' \(choose from .*up.*router.*prefill.*decode.*\); see `pdserve --help`", refusal("serve"))
     assert refusal("router").startswith("the router needs nodes: give --prefill URL and --decode URL")
+    assert refusal("router", "--port", "0", "--decode", "http://h:1").startswith("the router needs prefill nodes too: give --prefill URL")
+    never = refusal("router", "--port", "0", "--prefill", "http://h:1", "--disaggregation", "never")
+    assert never.startswith("the router needs decode nodes too: give --decode URL")
+    assert refusal("router", "--prefill", "http://h:1", "--decode", "http://h:2", "--host", "a..b").startswith("cannot serve HTTP on a..b:8000: ")
 
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode"])

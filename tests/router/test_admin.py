@@ -103,6 +103,7 @@ async def test_a_worker_is_added(body: JsonObject) -> None:
         (b'{"url":"http://x:99999","role":"decode"}', "no node address"),
         (b'{"url":"http://x:1?a=b","role":"decode"}', "no node address"),
         (b'{"url":"http://user:secret@x:1","role":"decode"}', "no node address"),
+        (b'{"url":"http://x:1/\\r\\nset-cookie: a=b","role":"decode"}', "no node address"),
         (b'{"url":"http://x:1,nine","role":"prefill"}', "no port"),
     ],
 )
