@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,13 +34,17 @@ AGREED_FACTS = ("fingerprint", "dtype", "kv_cache_dtype", "page_size", "protocol
 REMOVED = "was removed"
 NEVER = 1 << 62  # failures in a row: the breaker of a node outside a table does not open
 
+# Numbers that are reckoned with: beyond these bounds they would draw all requests, or none, to who states them.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
+
 
 class PageCounts(msgspec.Struct, frozen=True):
     """Of a node's KV pool, at its last probe."""
 
-    free: int = 0
-    cached: int = 0  # hold a known prefix, and are given up for a request that needs them
-    total: int = 0
+    free: Count = 0
+    cached: Count = 0  # hold a known prefix, and are given up for a request that needs them
+    total: Count = 0
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -53,9 +57,9 @@ class NodeInfo(msgspec.Struct, frozen=True):
     fingerprint: str | None = None
     dtype: str | None = None
     kv_cache_dtype: str | None = None
-    page_size: int | None = None
+    page_size: Size | None = None
     protocol_version: int | str | None = None
-    context_length: int | None = None  # tokens
+    context_length: Size | None = None  # tokens
     transfer_backend: str | None = None
     cluster_key_id: str | None = None  # "none": it has no key
     bootstrap_host: str | None = None
@@ -64,11 +68,11 @@ class NodeInfo(msgspec.Struct, frozen=True):
     disaggregation_mode: str | None = None  # the role it was started in
     kv_events_port: int | None = None
     kv_engine_ids: tuple[str, ...] = ()  # a vLLM prefill node's, by data parallel rank, as its Mooncake bootstrap server tells them
-    max_running_requests: int | None = None
+    max_running_requests: Size | None = None
     # load, of all routers' requests together
     pages: PageCounts | None = None
-    running: int | None = None  # requests
-    waiting: int | None = None  # requests
+    running: Count | None = None  # requests
+    waiting: Count | None = None  # requests
 
     @property
     def model_names(self) -> tuple[str, ...]:

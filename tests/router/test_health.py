@@ -154,16 +154,20 @@ async def test_load_is_read_and_is_no_change() -> None:
         assert nodes.version != version
 
 
-async def test_facts_that_cannot_be_read_are_done_without_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [("context_length", "many"), ("running", 10**400), ("max_running_requests", -1), ("pages", {"free": -9}), ("pages", {"free": 10**400})],
+)
+async def test_facts_that_cannot_be_read_are_done_without_and_said_once(fact: str, value: object, caplog: pytest.LogCaptureFixture) -> None:
     async with rig(ready=False) as made:
-        made.prefills[0].info["context_length"] = "many"
+        made.prefills[0].info[fact] = value
         node = made.router.nodes.prefill[0]
         await until(lambda: node.usable, "usable")
         await settled(made)
         assert (node.info.context_length, node.info.served_model_name) == (None, None)
         (line,) = [record.getMessage() for record in caplog.records if "cannot be read" in record.getMessage()]
         assert line.startswith(f"prefill node {node.url} is used without the facts it states")
-        assert "context_length" in line
+        assert fact in line
 
 
 async def test_a_restart_is_told() -> None:
