@@ -77,12 +77,25 @@ class Holder:
         if capacity is None:
             return
         if not self._spans or self._spans[-1][1] >= capacity // SPANS:
+            if len(self._spans) > 4 * SPANS:
+                self._join(capacity // SPANS)
             self._spans.append([placement, 0])
         self._spans[-1][1] += num_tokens
         self._num_tokens += num_tokens
         while self._num_tokens > capacity and len(self._spans) > 1:
             self._num_tokens -= self._spans.pop(0)[1]
             self.since = self._spans[0][0]
+
+
+    def _join(self, most: int) -> None:
+        """Neighbours that have become small: what is sent again and again leaves empty spans behind, of which none is ever the surplus."""
+        joined: list[list[int]] = []
+        for span in self._spans:
+            if joined and joined[-1][1] + span[1] <= most:
+                joined[-1][1] += span[1]
+            else:
+                joined.append(span)
+        self._spans = joined
 
 
 class PrefixIndex:

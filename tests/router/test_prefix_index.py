@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from common.config import RouterConfig
 from router.ask import Ask, block_end, block_hashes
-from router.node import Node, NodeInfo
+from router.node import Node, NodeInfo, PageCounts
 from router.nodes import NodeTable
 from router.pairing import Pairing
-from router.prefix_index import PrefixIndex
+from router.prefix_index import SPANS, PrefixIndex
 
 
 def ask(text: str) -> Ask:
@@ -98,6 +98,20 @@ def test_bits_of_nodes_that_come_and_go_do_not_pile_up() -> None:
         assert index.match(ask(words(str(number - 1), 4096))) == {}
         index.forget(node)
     assert max(bits.bit_length() for bits, _ in index._blocks.values()) < 80  # 1024 blocks are 64 such prompts
+
+
+def test_prompts_that_come_again_and_again_leave_nothing_behind() -> None:
+    index = PrefixIndex(1024)
+    (node,) = nodes(1)
+    node.info = NodeInfo(page_size=16, pages=PageCounts(total=2000))
+    prompts = [ask(words(f"{topic}", 4096)) for topic in range(10)]
+    for number in range(3000):
+        index.placed([node], prompts[number % 10])
+    assert len(index._holders[node]._spans) <= 5 * SPANS
+    assert all(index.match(prompt) == {node: 1024} for prompt in prompts)  # a third of its pool
+    for number in range(32):
+        index.placed([node], ask(words(f"other {number}", 4096)))
+    assert not any(index.match(prompt) for prompt in prompts)  # and of what it was sent since then the last 32 000 tokens
 
 
 def test_prefixes_go_with_a_node_that_leaves_or_restarts() -> None:
