@@ -161,7 +161,7 @@ def _parse(content: bytes) -> dict[bytes, tuple[str, Limits]]:
         tables = msgspec.toml.decode(content, type=dict[str, Limits])
     except msgspec.ValidationError as error:
         raise ValueError(f"{error}; a table has key or key_sha256, max_concurrent_requests, requests_per_second, priority") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"is not TOML: {error}") from None
     if not tables:
         raise ValueError("holds no key; write a table for each, such as [alice] with key = \"...\"")

@@ -4,6 +4,7 @@ The generic cell rate algorithm (ITU-T I.371): each request moves the time at wh
 that is too early, by up to a second's worth of requests: the burst. It allows what a bucket of tokens allows, which is refilled all the time.
 """
 
+LEAST_PER_S = 1e-6  # one in eleven days; the intervals of what is less are no numbers
 BURST_S = 1.0  # as many at once as come in a second: clients that start their work on the same second are not refused for that
 
 
@@ -17,7 +18,7 @@ class Rate:
         self.set(per_s)
 
     def set(self, per_s: float) -> None:
-        self._interval_s = 1.0 / per_s
+        self._interval_s = 1.0 / max(per_s, LEAST_PER_S)
         self._tolerance_s = max(0.0, BURST_S - self._interval_s) + 1e-9 * self._interval_s  # sums of intervals round
 
     def wait_s(self, now_s: float) -> float:

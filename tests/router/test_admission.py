@@ -217,6 +217,13 @@ def test_a_rate_below_one_a_second_takes_one_at_a_time() -> None:
     assert rig.refusal().retry_after_s == pytest.approx(100.0)
 
 
+def test_a_rate_that_is_next_to_none_stays_a_number() -> None:
+    rig = Rig(rate_limit=1e-310)
+    rig.enter()
+    rig.loop.advance(3600.0)
+    assert rig.refusal().code == "rate_limit"
+
+
 def test_keys_have_limits_of_their_own() -> None:
     rig = Rig(rate_limit=1000.0)
     alice = Client("alice", Limits(max_concurrent_requests=2, requests_per_second=3.0))

@@ -134,6 +134,7 @@ def test_others_are_told_how_to_send_a_key_and_never_shown_it(file: KeyFile) -> 
     [
         ("", "holds no key"),
         ("[alice", "is not TOML"),
+        ("a = " + "[" * 9000, "is not TOML"),
         ("key = 'abcdefghijklmnop'", "Expected `object`, got `str`"),
         ("[alice]", "[alice] needs a key or a key_sha256"),
         (f"[alice]\nkey='{ALICE}'\nkey_sha256='{'0' * 64}'", "one of them"),
