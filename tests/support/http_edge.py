@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 import struct
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class Edge:
         assert reply.status_code == 200, reply.text
         gc.collect()  # tasks tell of exceptions that nobody fetched when they are collected
         await asyncio.sleep(0)
-        assert self.trouble == []
+        assert not self.trouble, "\n".join(self.trouble)
 
 
 def busy(node: Node) -> bool:
@@ -81,12 +82,17 @@ async def edge(num_prefill: int = 1, num_decode: int = 1, **settings: Any) -> As
             whole = Edge(made, parts[0])
             watch = _Watch(whole.trouble)
             logging.getLogger().addHandler(watch)
-            loop.set_exception_handler(lambda _, context: whole.trouble.append(f"{context.get('message')}: {context.get('exception')!r}"))
+            loop.set_exception_handler(lambda _, context: whole.trouble.append(_told(context)))
             try:
                 yield whole
             finally:
                 loop.set_exception_handler(None)
                 logging.getLogger().removeHandler(watch)
+
+
+def _told(context: dict[str, Any]) -> str:
+    error = context.get("exception")
+    return context["message"] + ("" if error is None else "\n" + "".join(traceback.format_exception(error)))
 
 
 class _Watch(logging.Handler):
