@@ -13,8 +13,12 @@ Three things keep it from standing in the way of a node that is well:
 - A trial whose outcome never comes (its client left) holds the breaker for `timeout_s`, then another request is the trial.
 - What a leg that began before the last change of state comes to says nothing about the node of now, and is not heard: the last
   of many failures that were under way does not undo a recovery, a stream from before the trouble does not hide it.
-- A trial counts as passed by the first byte of its answer; an answer may go on for minutes. Until a leg has also ended well,
+- A trial counts as passed by the first byte of its answer; an answer may go on for minutes. Until another leg has proved the node,
   one more failure opens the breaker again.
+
+What proves it, and ends the row of failures: a leg that ended well and began after the first of them. Where all of them were errors that the
+node answered, also the first byte of such a leg: streams may be longer than it takes for some requests to fail, and a client whose
+requests every node answers with 500 must not have the nodes left alone one after the other.
 
 Times are seconds of the caller's clock, and never read here. Not thread-safe: one event loop.
 """
@@ -70,14 +74,15 @@ class Breaker:
 
     began_s: when the leg began; the default is a leg that is always heard."""
 
-    __slots__ = ("_changed_s", "_failed_s", "_failure_threshold", "_timeout_s", "num_failures", "state")
+    __slots__ = ("_all_answered", "_changed_s", "_failure_threshold", "_row_s", "_timeout_s", "num_failures", "state")
 
     def __init__(self, failure_threshold: int, timeout_s: float) -> None:
         self.state = CLOSED
         self.num_failures = 0  # in a row
         self._failure_threshold = failure_threshold
         self._timeout_s = timeout_s
-        self._changed_s = self._failed_s = -math.inf
+        self._changed_s = self._row_s = -math.inf  # _row_s: of the first failure in the row
+        self._all_answered = True  # the failures in the row, by errors
 
     def admits(self, now_s: float) -> bool:
         """May a request be sent? True also when it would be the trial."""
@@ -87,21 +92,28 @@ class Breaker:
         """A request is sent to the node, in whatever state."""
         return self.state is not CLOSED and self.admits(now_s) and self._apply(Event.TRIED, now_s)
 
-    def failed(self, now_s: float, began_s: float = math.inf) -> bool:
+    def failed(self, now_s: float, began_s: float = math.inf, *, answered: bool = False) -> bool:
+        """answered: with an error of the node's own."""
         if began_s < self._changed_s:
             return False
-        self._failed_s = now_s
+        if not self.num_failures:
+            self._row_s, self._all_answered = now_s, True
+        self._all_answered &= answered
         self.num_failures += 1
         return self._apply(Event.FAILED_TOO_OFTEN if self.num_failures >= self._failure_threshold else Event.FAILED, now_s)
 
     def answered(self, now_s: float, began_s: float = math.inf) -> bool:
-        if self.state is CLOSED or began_s < self._changed_s:
+        if self.state is CLOSED:
+            if self._all_answered and began_s >= max(self._changed_s, self._row_s):
+                self.num_failures = 0
+            return False
+        if began_s < self._changed_s:
             return False
         self.num_failures = self._failure_threshold - 1
         return self._apply(Event.ANSWERED, now_s)
 
     def ended_well(self, now_s: float, began_s: float = math.inf) -> bool:
-        if not self.num_failures or began_s < max(self._changed_s, self._failed_s):
+        if not self.num_failures or began_s < max(self._changed_s, self._row_s):
             return False
         self.num_failures = 0
         return self._apply(Event.ENDED_WELL, now_s)

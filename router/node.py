@@ -165,7 +165,7 @@ class Node:
     def blame(self, reason: str, *, began_s: float = math.inf, answered: bool = False) -> None:
         """A request failed at it. began_s: when it was sent. answered: with an error of its own, so it can be reached, and no probe
         would tell more."""
-        if (self.verdict is None or answered) and self.breaker.failed(self.clock(), began_s):
+        if (self.verdict is None or answered) and self.breaker.failed(self.clock(), began_s, answered=answered):
             self.changed()
         if answered:
             return

@@ -118,6 +118,31 @@ def test_streams_from_before_the_trouble_do_not_hide_it() -> None:
     assert breaker.state is OPEN
 
 
+@pytest.mark.parametrize("stream_s", [0.5, 10.0, 60.0])
+def test_a_node_that_answers_some_requests_with_errors_keeps_its_place(stream_s: float) -> None:
+    """50 requests a second, a first byte after 0.2 s; one in fifty is answered 500."""
+    breaker = Breaker(5, TIMEOUT_S)
+    events: list[tuple[float, float, str]] = []
+    for number in range(50 * 100):
+        began_s = number / 50
+        outcomes = [(0.01, "failed")] if number % 50 == 0 else [(0.2, "answered"), (stream_s, "ended_well")]
+        events += [(began_s + after_s, began_s, what) for after_s, what in outcomes]
+    for now_s, began_s, what in sorted(events):
+        if what == "failed":
+            breaker.failed(now_s, began_s, answered=True)
+        else:
+            getattr(breaker, what)(now_s, began_s)
+        assert breaker.state is CLOSED
+
+
+def test_first_bytes_do_not_hide_that_every_stream_breaks() -> None:
+    breaker = breaker_in(CLOSED)
+    for number in range(THRESHOLD):
+        breaker.answered(10.0 + number, 9.9 + number)
+        breaker.failed(10.5 + number, 9.9 + number)
+    assert breaker.state is OPEN
+
+
 def test_failures_from_before_the_recovery_do_not_undo_it() -> None:
     breaker = breaker_in(HALF_OPEN)
     assert not breaker.failed(10.5, 9.0)  # sent before the trial
