@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from common.config import RouterConfig
 from common.errors import Failure, RequestError, deadline_exceeded
 from common.http_exchange import deadline_of
-from common.tracing import REQUEST_ID, Tracing
+from common.tracing import REQUEST_ID, TRACEPARENT_HEADER, Tracing
 from router.admission import Admission
 from router.api_paths import PATHS, ApiPath
 from router.ask import Ask, read_ask
@@ -68,7 +68,7 @@ class CompletionProxy:
         self._node_authorization = node_authorization
         self._tracing = tracing
         self._read_prompt = read_prompt
-        self._own_headers = (*node_authorization.dropped, *((b"traceparent",) if tracing is not None else ()))
+        self._own_headers = (*node_authorization.dropped, *((TRACEPARENT_HEADER,) if tracing is not None else ()))
         self._calls: set[Call] = set()
         self._loop = asyncio.get_running_loop()  # asking for it each time costs a system call (getpid, before Python 3.12)
         self.metrics = metrics
@@ -101,7 +101,7 @@ class CompletionProxy:
     async def _run(self, call: Call) -> None:
         exchange = call.exchange
         exchange.on_left = lambda: call.interrupt(ClientLeft())
-        api = PATHS[exchange.path]
+        api, said = PATHS[exchange.path], ""
         if self._tracing is not None:
             call.span = self._tracing.begin(f"POST {api.name}", exchange.headers)
             call.span.set(**{REQUEST_ID: exchange.request_id})
@@ -110,11 +110,12 @@ class CompletionProxy:
         except ClientLeft:
             log.info("%s %s: the client left%s", exchange.request_id, api.name, _at(call.placement))
         except (RequestError, LegFailed) as error:
-            level = logging.WARNING if error.failure.status >= 500 else logging.INFO
-            log.log(level, "%s %s: %d %s%s", exchange.request_id, api.name, error.failure.status, error.failure.message, _at(call.placement))
+            log.log(_level(error.failure, call), "%s %s: %d %s%s", exchange.request_id, api.name, error.failure.status, error.failure.message, _at(call.placement))
+            said = error.failure.message
             _refuse(exchange, api, error.failure, error.reply if isinstance(error, LegFailed) else None)
         except Exception:
             log.exception("%s %s: a fault of the router%s", exchange.request_id, api.name, _at(call.placement))
+            said = INTERNAL_FAILURE.message
             _refuse(exchange, api, INTERNAL_FAILURE, None)
         finally:
             self._calls.discard(call)
@@ -124,7 +125,7 @@ class CompletionProxy:
             status = exchange.status if exchange.ended and exchange.status is not None else CLIENT_LEFT_STATUS
             self.metrics.http.answered(api.name, status, time.monotonic() - call.arrived_s)
             if call.span is not None:
-                call.span.end(status)
+                call.span.end(status, said if status in (200, *range(500, 600)) else "")
 
     async def _serve(self, call: Call, api: ApiPath) -> None:
         exchange = call.exchange
@@ -269,6 +270,13 @@ def _placement_lines(placement: Placement, local_reason: str | None, site_is_sai
         return prefill + decode
     site = b"" if site_is_said else b"%b: local\r\n" % SITE_HEADER
     return b"%b%b%bx-pdserve-local-prefill: %b\r\n" % (prefill, decode, site, local_reason.encode())
+
+
+def _level(failure: Failure, call: Call) -> int:
+    """Load that is shed is counted (pdserve_router_refusals_total), not logged: there may be thousands a second."""
+    if failure.status >= 500:
+        return logging.WARNING
+    return logging.DEBUG if call.placement is None and failure.status in (401, 429) else logging.INFO
 
 
 def _at(placement: Placement | None) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from common.config import RouterConfig
 from common.errors import RequestError
-from common.tracing import NODE_URL, Span
+from common.tracing import NODE_URL, TRACEPARENT_HEADER, Span
 from router.api_paths import ApiPath
 from router.ask import Ask
 from router.call import Call
@@ -145,7 +145,7 @@ class Attempt:
         lines = self._prompt.lines + request.headers
         if self.call.span is not None:
             span = self._spans[node.leg] = self.call.span.child(f"{node.leg} leg", client=True, **{NODE_URL: node.url})
-            lines += b"traceparent: %b\r\n" % span.traceparent
+            lines += b"%b: %b\r\n" % (TRACEPARENT_HEADER, span.traceparent)
         return message_head(b"POST", node, self._prompt.target, b"%bcontent-length: %d\r\n" % (lines, len(request.body)))
 
     def _leg_ended(self, leg: Leg, status: int) -> None:

@@ -32,7 +32,6 @@ from router.events import end_of_events, error_in, failure_of, is_client_error, 
 from router.nodes import Node
 
 CROSSING_S = 0.5  # a node's closing that crossed a request arrives within a round trip; later it is the node that failed
-CUT_SHORT = (OSError, NotHttp)  # what may end a reply before its end
 MAX_ERROR_BYTES = 1 << 20
 MAX_ERROR_CHARACTERS = 400  # of a reply that is not ours to interpret
 MAX_REPLY_BYTES = 64 << 20  # of a reply that is not streamed; a million tokens as text have a tenth of it

@@ -21,7 +21,6 @@ from common.errors import RequestError, invalid
 from common.random_words import random_words
 
 ROOM_BITS = 63
-FIELD_NAMES = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 MAX_PROMPTS = 4096  # rooms in one body: more prompts than any node queues
 STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
 OPENING = re.compile(rb"([ \t\r\n]*\{)[ \t\r\n]*")
