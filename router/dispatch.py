@@ -236,11 +236,7 @@ class Dispatcher:
     def _place_now(self, prompt: Prompt, tried: set[Node], busy: set[Node]) -> Placement:
         if not prompt.api.pair:
             return self._pairing.place(prompt.ask, tried, busy, local_reason="no_prompt")
-        placement = self._pairing.place(prompt.ask, tried, busy)
-        if placement.prefill is None or (reason := self._engines[placement.decode.engine].local_reason(prompt.head)) is None:
-            return placement
-        placement.decode_ended()
-        return self._pairing.place(prompt.ask, tried, busy, local_reason=reason)
+        return self._pairing.place(prompt.ask, tried, busy, why_whole=lambda decode: self._engines[decode.engine].local_reason(prompt.head))
 
     async def _try(self, call: Call, prompt: Prompt, placement: Placement) -> Attempt:
         attempt = Attempt(call, prompt, placement, self._engines[placement.decode.engine], self._client, self._metrics)

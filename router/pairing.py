@@ -22,6 +22,7 @@ balance a little worse, and never wrongly.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -101,6 +102,7 @@ class Fleet:
     prefill: tuple[Node, ...]  # each with at least one partner
     partners: dict[Node, tuple[Node, ...]]
     decode: tuple[Node, ...]  # all, for prompts that stay there
+    context_length: float  # tokens; of the node that has the longest, infinite when one does not say
     guarded: bool  # by a breaker that is not closed: who may be used depends on the time
     compared_s: float  # when the prefill rates were last compared
 
@@ -139,9 +141,13 @@ class Pairing:
             raise not_found(text, param="model", code="model_not_found")
         return asked
 
-    def place(self, ask: Ask, tried: Collection[Node] = (), busy: Collection[Node] = (), *, local_reason: str | None = None) -> Placement:
-        """local_reason: why it must stay on a decode node, whatever --disaggregation says. Raises RequestError 503 when no node can serve it."""
+    def place(self, ask: Ask, tried: Collection[Node] = (), busy: Collection[Node] = (), *, local_reason: str | None = None,
+              why_whole: Callable[[Node], str | None] | None = None) -> Placement:  # fmt: skip
+        """local_reason: why it must stay on a decode node, whatever --disaggregation says. why_whole: why it must when it is this one.
+        Raises RequestError 503 when no node can serve it."""
         fleet = self._compared(ask.model)
+        if ask.num_tokens + ask.max_output_tokens > fleet.context_length:  # whatever limit the client sets: no answer takes more pages
+            ask.max_output_tokens = max(int(fleet.context_length) - ask.num_tokens, 1)
         prefills: Sequence[Node] = fleet.prefill
         decodes: Sequence[Node] = fleet.decode
         if fleet.guarded or tried or busy:
@@ -162,6 +168,8 @@ class Pairing:
                 decodes = _allowed(decodes, tried, busy, self._clock())
         # one step more on each round: with equal numbers of both, every prefill node meets every decode node
         decode, decode_score = self._decode_policy(_in_turn(decodes, turn + turn // len(decodes)), ask, hits)
+        if prefill is not None and why_whole is not None and (local_reason := why_whole(decode)) is not None:
+            prefill, prefill_score = None, 0.0
         site = decode if prefill is None else prefill
         self.knowledge.placed((decode,) if prefill is None else (prefill, decode), ask)
         return Placement(prefill, decode, local_reason, ask, hits.get(site, 0), (prefill_score, decode_score), self._clock, self._outdate)
@@ -230,7 +238,8 @@ class Pairing:
         matching = {prefill: tuple(decode for decode in decodes if _match(prefill, decode)) for prefill in prefills}
         partners = {prefill: found for prefill, found in matching.items() if found}
         guarded = any(node.breaker.state is not State.CLOSED for node in (*partners, *decodes))
-        return Fleet(tuple(partners), partners, tuple(decodes), guarded, compared_s=-FLEET_INTERVAL_S)
+        context_length = max((node.info.context_length or math.inf for node in decodes), default=math.inf)
+        return Fleet(tuple(partners), partners, tuple(decodes), context_length, guarded, compared_s=-FLEET_INTERVAL_S)
 
     def _outdate(self) -> None:
         """A first rate was measured: seconds here must not be compared with mere tokens there."""

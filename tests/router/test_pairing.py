@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.errors import RequestError
 from router.ask import Ask, block_hashes, read_ask
+from router.breaker import State
 from router.node import NodeInfo, PageCounts
 from router.nodes import NodeTable
 from router.pairing import Pairing, Placement
@@ -225,6 +226,27 @@ def test_decode_node_without_pages_is_passed_over_until_all_are_full() -> None:
         node.probe_succeeded(NodeInfo(page_size=16, pages=PageCounts(free, 0, 100)), 0)
     urls = [made.place(ask(140, max_output_tokens=180)).decode.url for _ in range(4)]  # 20 pages each
     assert urls == ["http://d1:1", "http://d2:1", "http://d1:1", "http://d0:1"]  # the last: nobody has 20 any more, d0 has most
+
+
+def test_no_answer_takes_more_pages_than_the_context_has() -> None:
+    made = pairing(1, 2, policy="cost")
+    for node in made.nodes.decode:
+        node.probe_succeeded(NodeInfo(page_size=16, pages=PageCounts(100, 0, 100), context_length=200), 0)
+    one, other = made.nodes.decode
+    assert [made.place(ask(100, max_output_tokens=10**11)).decode for _ in range(4)] == [one, other, other, one]
+    assert [node.decode_load.room_tokens for node in (one, other)] == [1200, 1200]
+
+
+def test_a_prompt_that_cannot_be_split_leaves_no_trace_at_a_prefill_node() -> None:
+    made = pairing(1, 1)
+    for _ in range(5):
+        made.nodes.prefill[0].blame("error", answered=True)  # its breaker is open, and it is the last
+    placement = made.place(ask(1000, "x" * 4000), why_whole=lambda decode: "n" if decode.leg == "decode" else None)
+    assert (placement.prefill, placement.local_reason) == (None, "n")
+    assert made.knowledge.match(ask(1000, "x" * 4000)) == {made.nodes.decode[0]: 960}
+    assert made.nodes.prefill[0].breaker.state is State.OPEN
+    placement.decode_ended()
+    assert idle(made)
 
 
 def test_pages_come_back_with_a_request_that_was_placed_since_the_probe() -> None:
