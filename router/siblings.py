@@ -126,7 +126,7 @@ class Hub:
 
     def __init__(self, num_workers: int, static: Collection[str] = ()) -> None:
         self.num_restarts = dict.fromkeys(range(num_workers), 0)
-        self._static = frozenset(static)
+        self._static = frozenset(map(_plain, static))
         self._channels: dict[int, Channel] = {}
         self._accepted: dict[tuple[str, str], JsonObject] = {}  # by kind and URL, in the order of the last time
         self._one_command = asyncio.Lock()
@@ -202,7 +202,7 @@ class Hub:
     def _keep(self, command: JsonObject) -> None:
         """For workers that start later. A node that an admin brought and took away is as if it had never been, so what is kept does not
         grow with nodes that come and go; the removal of one that every worker finds by itself (a flag, a pod) is kept."""
-        kind, url = str(command["command"]), str(command["url"])
+        kind, url = str(command["command"]), _plain(str(command["url"]))
         self._accepted.pop((kind, url), None)
         if kind == "remove":
             found_by_all = url in self._static or ("add", url) not in self._accepted
@@ -210,6 +210,11 @@ class Hub:
             if not found_by_all:
                 return
         self._accepted[kind, url] = command
+
+
+def _plain(text: str) -> str:
+    """A node's URL, however it was written (nodes.py)."""
+    return text.partition(",")[0].rstrip("/")
 
 
 class Siblings:

@@ -124,12 +124,12 @@ async def test_a_worker_that_starts_later_knows_what_holds_before_it_serves() ->
     async with cluster(2, 3) as made:
         for told in (
             command("add", "http://stays:1", role="prefill"),
-            command("add", "http://leaves:1", role="prefill"),
+            command("add", "http://leaves:1,8998", role="prefill"),
             command("drain", "http://leaves:1"),
             command("drain", "http://stays:1"),
             command("undrain", "http://stays:1"),
             command("drain", "http://stays:1"),
-            command("remove", "http://leaves:1"),
+            command("remove", "http://leaves:1/"),
             command("add", STATIC, role="prefill"),
             command("remove", STATIC),
             command("drain", "http://pod:1"),
