@@ -26,6 +26,7 @@ from common.http_exchange import Headers
 KEEP_ALIVE_S = 4.0  # below the 5 s after which uvicorn closes by default, so that this side closes first; also below any NAT's patience
 MAX_HEAD_BYTES = 64 << 10
 MAX_BUFFERED_BYTES = 1 << 18  # of a reply; then its connection is not read
+FRAMING = (b"content-length", b"transfer-encoding")
 JOINED_BYTES = 64 << 10  # a body up to this goes out in one piece with its head
 # A host that vanishes sends no reset. 5 s of silence and it is asked; 10 s without an acknowledgement and the connection ends: far
 # below a request's deadline, far above what a lossy network takes to recover.
@@ -124,7 +125,7 @@ class Reply:
         self._num_buffered_bytes += len(part)
 
     def lost(self, error: Exception | None) -> None:
-        if error is None and self.status is not None and not any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
+        if error is None and self.error is None and self.status is not None and not any(name in FRAMING for name, _ in self.headers):
             self.complete = True  # a body that ends with its connection
         self.fail(error or ConnectionResetError("the connection was closed"))
         self.came()
@@ -145,6 +146,7 @@ class Connection(asyncio.Protocol):
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._num_head_bytes = 0
+        self._num_stuck_bytes = 0  # read since the parser last got on
         self._reply: Reply | None = None
         self._paused = False
 
@@ -194,13 +196,21 @@ class Connection(asyncio.Protocol):
             self.abort()  # nobody asked
             return
         reply.heard = True
+        self._num_stuck_bytes += len(data)
         try:
             self._parser.feed_data(data)
+            if self._num_stuck_bytes > MAX_HEAD_BYTES:  # of a head, or trailers, or a chunk's extension, all of which the parser takes without end
+                raise httptools.HttpParserError(f"its head, or what is between its parts, is longer than {MAX_HEAD_BYTES} bytes")
         except httptools.HttpParserError as error:
-            reply.fail(NotHttp(str(error.__context__ or error)))
+            self._failed(reply, str(error.__context__ or error))
         except httptools.HttpParserUpgrade:
-            reply.fail(NotHttp("it speaks another protocol now"))
+            self._failed(reply, "it speaks another protocol now")
         reply.came()
+
+    def _failed(self, reply: Reply, why: str) -> None:
+        """What else would come is nobody's."""
+        reply.fail(NotHttp(why))
+        self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
@@ -218,25 +228,30 @@ class Connection(asyncio.Protocol):
         self._num_head_bytes += len(name) + len(value)
         if self._num_head_bytes > MAX_HEAD_BYTES:
             raise ValueError(f"the head is longer than {MAX_HEAD_BYTES} bytes")
-        if self._reply is not None:
+        if self._reply is not None and self._reply.status is None:  # trailers are dropped (RFC 9110, 6.5.1)
             self._reply.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         reply, status = self._reply, self._parser.get_status_code()
         if reply is None or reply.complete:
             return
+        if status < 100:
+            raise ValueError(f"status {status} is none")
         if status < 200:
             reply.headers = []  # the reply is still to come
         else:
             reply.status = status
+            self._num_stuck_bytes = 0
 
     def on_body(self, part: bytes) -> None:
+        self._num_stuck_bytes = 0
         if self._reply is not None and not self._reply.complete:
             self._reply.add(part)
 
     def on_message_complete(self) -> None:
         reply = self._reply
         if reply is not None and reply.status is not None and not reply.complete:
+            self._num_stuck_bytes = 0
             reply.complete = True
             reply.reusable = self._parser.should_keep_alive() and reply.error is None
 
@@ -247,6 +262,7 @@ class Pool:
     def __init__(self, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._kept: dict[Address, deque[Connection]] = {}
+        self._tls: ssl.SSLContext | None = None
         self._sweeping: asyncio.TimerHandle | None = None
 
     def take(self, address: Address) -> Connection | None:
@@ -261,7 +277,9 @@ class Pool:
 
     async def connect(self, address: Address) -> Connection:
         """Raises OSError or TimeoutError."""
-        context = ssl.create_default_context() if address.tls else None
+        if address.tls and self._tls is None:
+            self._tls = ssl.create_default_context()  # once: reading all authorities' certificates takes 60 ms, in which the loop stands still
+        context = self._tls if address.tls else None
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):

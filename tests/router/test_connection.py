@@ -1,6 +1,7 @@
 """HTTP replies in every form, cut anywhere; which connections are kept, and for how long."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -103,8 +104,8 @@ async def test_reply_cut_short_shows_what_came_and_then_raises(raw: bytes) -> No
 @pytest.mark.parametrize(
     "raw",
     [b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n", b"HTTP/1.1 200 OK\r\n" + b"x: %s\r\n" % (b"y" * 1000) * 70 + b"\r\n",
-     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"],
-    ids=["ssh", "length", "long head", "chunk size"],
+     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", b"HTTP/1.1 000 X\r\ncontent-length: 5\r\n\r\nabcde"],
+    ids=["ssh", "length", "long head", "chunk size", "status"],
 )  # fmt: skip
 async def test_what_is_no_http_raises(raw: bytes) -> None:
     async with pool_to(replying(raw)) as (pool, address):
@@ -119,6 +120,55 @@ async def test_connection_that_says_more_or_closes_is_not_kept(raw: bytes) -> No
         assert await whole(reply) == b"abcde"
         reply.close()
         assert pool.take(address) is None
+
+
+@pytest.mark.parametrize("raw", [CHUNKED, LENGTH + b"HTTP/1.1 200 OK\r\nx-b: 2\r\n\r\n"], ids=["trailers", "another reply"])
+async def test_what_follows_a_reply_is_not_in_its_head(raw: bytes) -> None:
+    async with pool_to(replying(raw)) as (pool, address):
+        reply = await ask(pool, address)
+        assert await whole(reply) == b"abcde"
+        assert {name for name, _ in reply.headers} <= {b"x-a", b"transfer-encoding", b"content-length"}
+        reply.close()
+
+
+@pytest.mark.parametrize("before", [b"HTTP/1.1 200 OK\r\nx: ", CHUNKED[:-12], CHUNKED[:-4], b"HTTP/1.1 100 Continue\r\n\r\n"],
+                         ids=["header", "chunk extension", "trailer", "1xx"])  # fmt: skip
+async def test_what_has_no_end_is_not_read_without_end(before: bytes) -> None:
+    more, num_sent = {b"HTTP/1.1 100 Continue\r\n\r\n": b"HTTP/1.1 100 Continue\r\n\r\n" * 40}.get(before, b"y" * 1000), 0
+
+    async def go_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(before)
+        while True:
+            writer.write(more)
+            await writer.drain()
+            num_sent += len(more)
+            await asyncio.sleep(0)
+
+    async with pool_to(go_on) as (pool, address), asyncio.timeout(5):
+        with pytest.raises(NotHttp, match="longer than"):
+            await whole(await ask(pool, address))
+        assert num_sent < 16 << 20  # what sockets hold
+
+
+async def test_certificates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+
+    def read() -> ssl.SSLContext:
+        nonlocal num_read
+        num_read += 1
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    monkeypatch.setattr(ssl, "create_default_context", read)
+    async with pool_to(close) as (pool, address):
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                await pool.connect(address._replace(tls=True))
+    assert num_read == 1
 
 
 async def test_host_that_is_none_raises_os_error() -> None:
