@@ -195,6 +195,10 @@ class CompletionProxy:
             relay.progress()
             while not relay.ended:
                 await call.progress()
+        except RequestError as error:
+            if not relay.done and relay.error is None:
+                raise
+            relay.end(error.failure.message)  # the client has the last word already
         finally:
             relay.close()
             leg.on_progress = call.wake
@@ -248,8 +252,10 @@ def _refuse(exchange: Exchange, api: ApiPath, failure: Failure, reply: NodeReply
     if exchange.ended or exchange.left:
         return
     if exchange.started:
+        if exchange.num_unsent_bytes:
+            exchange.keep_alive = False  # so that it is this reply which is cut off, and none that comes after it
+            asyncio.get_running_loop().call_later(SEND_GRACE_S, _cut_off, exchange)
         exchange.end(api.form.error(failure))
-        asyncio.get_running_loop().call_later(SEND_GRACE_S, _cut_off, exchange)
     elif reply is not None:
         exchange.reply(reply.status, header_lines(reply.headers), reply.body)
     else:

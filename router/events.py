@@ -37,6 +37,22 @@ def has_done(events: bytes, form: StreamForm = OPENAI) -> bool:
     return any(events.startswith(word) or (word in events and b"\n" + word in events) for word in form.done_beginnings)
 
 
+def last_event(held: bytes, form: StreamForm = OPENAI) -> bytes:
+    """The last word of a stream that ended without the end of that event, given it: what has none is thrown away by who reads events
+    (https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation). Empty when `held` is not that, or cut short."""
+    text = held.rstrip(b"\r\n")
+    line = text[text.rfind(b"\n") + 1 :].removeprefix(b"data:").strip()
+    return text + form.separators[0] if has_done(text, form) and (line == b"[DONE]" or is_json(line)) else b""
+
+
+def is_json(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
 def error_in(events: bytes) -> bytes | None:
     """The JSON of the first event that is an error object."""
     found = ERROR_LINE.search(events) if b'"error"' in events else None

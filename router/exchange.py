@@ -65,7 +65,8 @@ class Exchange:
 
     @property
     def started(self) -> bool:
-        return self.status is not None
+        """Something of the reply has gone out: its status is said."""
+        return self.status is not None and not self._unsent_head
 
     @property
     def writable(self) -> bool:
@@ -108,7 +109,7 @@ class Exchange:
     def end(self, part: bytes = b"") -> None:
         if part:
             self.write(part)
-        rest = self._unsent_head + (b"0\r\n\r\n" if self._chunked and self.method != "HEAD" else b"")
+        rest, self._unsent_head = self._unsent_head + (b"0\r\n\r\n" if self._chunked and self.method != "HEAD" else b""), b""
         if rest:
             self._connection.write(rest)
         self._finish()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from router.api_paths import StreamForm
 from router.connection import Reply
-from router.events import end_of_events, error_in, has_done
+from router.events import end_of_events, error_in, has_done, last_event
 from router.exchange import Exchange
 
 AFTER_DONE_S = 1.0  # how long a node may take to end a stream in which it has said its last word
@@ -48,7 +48,7 @@ class Relay:
         if part := reply.take():
             self._pass_on(part)
         if not self.ended and (reply.complete or reply.error is not None) and not reply.has_parts:
-            self._end(f"its stream was cut: {reply.error}" if not reply.complete else f"its stream ended without {self._form.last_word}")
+            self.end(f"its stream was cut: {reply.error}" if not reply.complete else f"its stream ended without {self._form.last_word}")
 
     def close(self) -> None:
         """No more is passed on."""
@@ -73,18 +73,19 @@ class Relay:
         self._last_s = now_s
         if not self.done and has_done(part, self._form):
             self.done = True
-            self._limit = asyncio.get_running_loop().call_later(AFTER_DONE_S, self._end, f"its stream goes on after {self._form.last_word}")
+            self._limit = asyncio.get_running_loop().call_later(AFTER_DONE_S, self.end, f"its stream goes on after {self._form.last_word}")
         if self.error is None:
             self.error = error_in(part)
         self._exchange.write(part)
 
-    def _end(self, cause: str) -> None:
+    def end(self, cause: str) -> None:
+        """Nothing more is waited for. cause: what is wrong, unless it is whole."""
         if self.ended:
             return
         self.close()
-        if self._held and (self.done or has_done(self._held, self._form)):
+        if not self.done and (last := last_event(self._held, self._form)):
             self.done = True
-            self._exchange.write(self._held)
+            self._exchange.write(last)
         elif self.error is not None and not self.done and self._form.after_error:
             self._exchange.write(self._form.after_error)
         if not self.done and self.error is None:

@@ -9,6 +9,8 @@ import pytest
 from mock_node import EVENTS, MockNode, Received, hang
 from router_harness import CHAT, Rig, rig, until
 
+from router import completions
+
 CLOSED_WITHIN_S = 0.1
 
 
@@ -111,5 +113,26 @@ async def test_client_that_does_not_read_holds_its_nodes_only_until_the_deadline
         await until(lambda: _connected(made, 1), "cut off")
         async with asyncio.timeout(2):
             assert not (await reader.read()).endswith(b"0\r\n\r\n")  # the connection ended, the reply did not
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_client_that_reads_late_gets_the_error_and_then_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection takes no further request: that one's reply might be cut off in place of this."""
+    monkeypatch.setattr(completions, "SEND_GRACE_S", 5.0)
+    async with rig(request_timeout_s=0.3) as made:
+
+        async def flood(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            while True:
+                await request.chunk(b"data: " + b"x" * 65536 + b"\n\n")
+
+        made.decodes[0].behave = flood
+        reader, writer = await connect(made, b'{"stream":true}')
+        async with asyncio.timeout(3):
+            await (await made.decodes[0].wait_posts(1)).closed.wait()
+            text = await reader.read()
+        assert b'"code":"deadline_exceeded"' in text
+        assert text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         writer.close()
         await writer.wait_closed()
