@@ -76,7 +76,8 @@ class Attempt:
         if self.placement.prefill is not None:
             request = self.engine.prefill_leg(self._out)
             head = self._head(self.placement.prefill, request)
-            self.prefill = PrefillLeg(self._pool, self.placement.prefill, head, request.body, self._prompt.api.form, self._on_prefill)
+            self.prefill = PrefillLeg(self._pool, self.placement.prefill, self._prompt.request_id, head, request.body, self._prompt.api.form,
+                                      self._on_prefill)
             self.prefill.start()
         elif not self._prompt.head.stream and self.call.ticket is not None:
             self.call.ticket.untimed()
@@ -138,7 +139,7 @@ class Attempt:
             self.local_reason = request.local_reason
             self._metrics.local(request.local_reason)
         node = self.placement.decode
-        self.decode = Leg(self._pool, node, self._head(node, request), request.body, self._prompt.api.form, self.call.wake)
+        self.decode = Leg(self._pool, node, self._prompt.request_id, self._head(node, request), request.body, self._prompt.api.form, self.call.wake)
         self.decode.start()
 
     def _head(self, node: Node, request: LegRequest) -> bytes:

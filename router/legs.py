@@ -42,6 +42,7 @@ HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-authenticate", b"p
 # not passed on: what this hop decides anew; Accept-Encoding because a stream's end is read from its bytes
 NOT_TO_NODE = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", DEADLINE_HEADER, ID_HEADER}
 NOT_TO_CLIENT = HOP_BY_HOP | {b"content-length", b"date", b"server", ID_HEADER}
+CORS_PREFIX = b"access-control-"  # which origins may read the router's answers is not for nodes to say; by default SGLang's and vLLM's let all
 
 
 @dataclass(eq=False)
@@ -105,11 +106,11 @@ class Leg:
     """`failure` is set when it failed, `ended` when nothing more will come. on_progress is called after every change."""
 
     __slots__ = (
-        "_answered", "_body", "_connecting", "_error_parts", "_form", "_fresh", "_head", "_num_error_bytes", "_pool", "_sent_s", "began_s",
-        "ended", "failure", "node", "on_progress", "reply",
+        "_answered", "_body", "_connecting", "_error_parts", "_form", "_fresh", "_head", "_num_error_bytes", "_pool", "_request_id", "_sent_s",
+        "began_s", "ended", "failure", "node", "on_progress", "reply",
     )  # fmt: skip
 
-    def __init__(self, pool: Pool, node: Node, head: bytes, body: bytes, form: StreamForm, on_progress: Callable[[], None]) -> None:
+    def __init__(self, pool: Pool, node: Node, request_id: str, head: bytes, body: bytes, form: StreamForm, on_progress: Callable[[], None]) -> None:
         self.node = node
         self.reply: Reply | None = None
         self.failure: LegFailed | None = None
@@ -117,6 +118,7 @@ class Leg:
         self.on_progress = on_progress
         self.began_s = 0.0
         self._pool = pool
+        self._request_id = request_id
         self._head = head
         self._body = body
         self._form = form
@@ -181,11 +183,22 @@ class Leg:
         elif reply.status is None:
             if reply.error is not None:
                 self._on_silence(reply, reply.error)
+        elif self._answers_another(reply):
+            reply.fail(NotHttp("it answers another request"))  # so that its connection is not kept
+            self.fail(broken(self.node, "its reply is to another request", self.began_s))
         elif reply.status == 200:
             self._answered = True
             self._on_body(reply)
         else:
             self._on_refusal(reply, reply.status)
+
+    def _answers_another(self, reply: Reply) -> bool:
+        """A node that answers a request twice would have all later ones on that connection answered with another's text. Those that give back
+        the id of a request, as pdserve's do, are found out. A proxy may write ids of its own: a new connection's reply tells."""
+        answered = reply.header(ID_HEADER)
+        if self._fresh:
+            self.node.echoes_ids = answered == self._request_id
+        return self.node.echoes_ids and answered not in ("", self._request_id)
 
     def _on_body(self, reply: Reply) -> None:
         """Parts came, or the end: for the owner, who takes them."""
@@ -219,30 +232,42 @@ class Leg:
 class PrefillLeg(Leg):
     """Reads its reply to the end by itself: for an error in a stream, and because a sequential engine's decode leg needs it."""
 
-    __slots__ = ("_held", "body")
+    __slots__ = ("_held", "_num_bytes", "_parts", "body")
 
-    def __init__(self, pool: Pool, node: Node, head: bytes, body: bytes, form: StreamForm, on_progress: Callable[[], None]) -> None:
-        super().__init__(pool, node, head, body, form, on_progress)
-        self._held = b""
-        self.body = b""  # of a reply that is not streamed
+    def __init__(self, pool: Pool, node: Node, request_id: str, head: bytes, body: bytes, form: StreamForm, on_progress: Callable[[], None]) -> None:
+        super().__init__(pool, node, request_id, head, body, form, on_progress)
+        self._held = b""  # of a stream: an event that has not ended
+        self._parts: list[bytes] = []  # of a reply that is not streamed
+        self._num_bytes = 0
+        self.body = b""  # of such a reply, once it is complete
 
     def _on_body(self, reply: Reply) -> None:
-        self._held += reply.take()
-        streamed = is_event_stream(reply.header(b"content-type"))
-        end = end_of_events(self._held, self._form) if streamed and not reply.complete else len(self._held)
-        if (streamed or reply.complete) and (error := error_in(self._held[:end])) is not None:
+        error = self._error_in_events(reply) if is_event_stream(reply.header(b"content-type")) else self._error_in_whole(reply)
+        if error is not None:
             self.fail(failed_in_band(self.node, error, self.began_s))
         elif reply.complete:
-            self.body = self._held
             self.node.succeeded(self.began_s)
             self.cancel()
             self.on_progress()
         elif reply.error is not None:
             self.fail(broken(self.node, f"its reply is cut short: {reply.error}", self.began_s))
-        elif streamed:
-            self._held = self._held[end:]
-        elif len(self._held) > MAX_REPLY_BYTES:
+        elif self._num_bytes > MAX_REPLY_BYTES:
             self.fail(broken(self.node, f"its reply is longer than {MAX_REPLY_BYTES} bytes", self.began_s))
+
+    def _error_in_events(self, reply: Reply) -> bytes | None:
+        held = self._held + reply.take()
+        end = len(held) if reply.complete else end_of_events(held, self._form)
+        self._held = held[end:]
+        return error_in(held[:end])
+
+    def _error_in_whole(self, reply: Reply) -> bytes | None:
+        part = reply.take()
+        self._parts.append(part)
+        self._num_bytes += len(part)
+        if not reply.complete:
+            return None
+        self.body, self._parts = b"".join(self._parts), []
+        return error_in(self.body)
 
 
 async def _head(reply: Reply) -> Reply:
@@ -288,7 +313,7 @@ def broken(node: Node, what: str, began_s: float = math.inf) -> LegFailed:
 
 def refused(node: Node, status: int, headers: Headers, body: bytes, form: StreamForm = OPENAI, began_s: float = math.inf) -> LegFailed:
     """The node answered with a status other than 200."""
-    if status < 400:
+    if not 400 <= status < 600:
         return broken(node, f"it answered with status {status}, which is no answer to a completion", began_s)
     said = openai_error(body)
     if said is not None:
@@ -299,7 +324,7 @@ def refused(node: Node, status: int, headers: Headers, body: bytes, form: Stream
     failure = Failure(status, message, code=code if isinstance(code, str) else None, stage=node.leg)
     if not is_client_error(body, form):
         body = msgspec.json.encode(failure.openai_body())
-        headers = [(name, value) for name, value in headers if name != b"content-type"] + [(b"content-type", b"application/json")]
+        headers = [line for line in headers if line[0] not in (b"content-type", b"content-encoding")] + [(b"content-type", b"application/json")]
     failed = LegFailed(node, failure, status in RETRYABLE_STATUSES, NodeReply(status, headers, body))
     if failed.retryable and not failed.asks_patience:
         node.blame(f"answered {status}: {message}", began_s=began_s, answered=True)
@@ -322,7 +347,7 @@ def message_head(method: bytes, node: Node, target: bytes, lines: bytes) -> byte
 
 def headers_to_node(headers: Sequence[tuple[bytes, bytes]], request_id: str, deadline_s: float, *, but: Collection[bytes] = ()) -> bytes:
     """Lines of a request's head, as far as they come from the client or are the same for both nodes. but: names that the caller sets."""
-    named = {word.strip().lower() for key, value in headers if key == b"connection" for word in value.split(b",")}
+    named = _named_by_connection(headers)
     lines = [b"%b: %b\r\n" % line for line in headers if line[0] not in NOT_TO_NODE and line[0] not in named and line[0] not in but]
     if not any(key == b"content-type" for key, _ in headers):
         lines.append(b"content-type: application/json\r\n")
@@ -331,7 +356,14 @@ def headers_to_node(headers: Sequence[tuple[bytes, bytes]], request_id: str, dea
 
 
 def headers_to_client(reply: Reply) -> Headers:
-    return [header for header in reply.headers if header[0] not in NOT_TO_CLIENT]
+    named = _named_by_connection(reply.headers)
+    return [line for line in reply.headers
+            if line[0] not in NOT_TO_CLIENT and line[0] not in named and not line[0].startswith(CORS_PREFIX)]  # fmt: skip
+
+
+def _named_by_connection(headers: Sequence[tuple[bytes, bytes]]) -> Collection[bytes]:
+    """Headers that are for one hop only because it says so."""
+    return {word.strip().lower() for key, value in headers if key == b"connection" for word in value.split(b",")}
 
 
 def is_own_limit(error: BaseException) -> bool:

@@ -124,6 +124,7 @@ class Node:
     draining: bool = False  # no new requests
     leaving: bool = False  # removed when nothing is under way any longer
     num_blames: int = 0
+    echoes_ids: bool = False  # its last reply on a new connection had the request's id
     address: Address = field(init=False)
     host_header: bytes = field(init=False)
     path_prefix: bytes = field(init=False)

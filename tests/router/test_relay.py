@@ -80,6 +80,22 @@ async def test_headers_to_the_client() -> None:
         assert reply.headers["content-length"] == str(len(WHOLE))
 
 
+async def test_headers_that_are_not_for_the_client() -> None:
+    """What is for one hop only, which origins may read the answer, what comes behind the body."""
+    async with rig() as made:
+
+        async def decode(request: Received) -> None:
+            more = {"connection": "keep-alive, x-hop", "x_hop": "1", "access_control_allow_origin": "*", "x_kept": "1"}
+            await request.head(200, "application/json", **more)
+            await request.write(b"2\r\n{}\r\n0\r\nx-trailer: 1\r\n\r\n")
+
+        made.decodes[0].behave = decode
+        reply = await made.client.post(CHAT, content=b"{}")
+        assert reply.content == b"{}"
+        assert reply.headers["x-kept"] == "1"
+        assert not {"x-hop", "x-trailer", "access-control-allow-origin"} & set(reply.headers)
+
+
 @pytest.mark.parametrize(("sent", "status"), [("soon", 400), ("nan", 400), ("1.5", 504), ("inf", 400)])
 async def test_deadline_of_a_client_that_makes_no_sense(sent: str, status: int) -> None:
     async with rig() as made:
@@ -136,8 +152,9 @@ async def test_events_cut_anywhere_arrive_whole() -> None:
         assert all(chunk.endswith(b"\n\n") for chunk in chunks)
 
 
-@pytest.mark.parametrize("tail", [b"data: [DONE]\r\n\r\n", b"data: [DONE]\n", b"data: [DONE]"])
-async def test_other_forms_of_the_end_are_passed_on(tail: bytes) -> None:
+@pytest.mark.parametrize(("tail", "passed_on"), [(b"data: [DONE]\r\n\r\n",) * 2, (b"data: [DONE]\n", DONE), (b"data: [DONE]", DONE)])
+async def test_other_forms_of_the_end_are_passed_on(tail: bytes, passed_on: bytes) -> None:
+    """An event that has no end is none for clients, so it gets one."""
     async with rig() as made:
 
         async def decode(request: Received) -> None:
@@ -147,7 +164,79 @@ async def test_other_forms_of_the_end_are_passed_on(tail: bytes) -> None:
 
         made.decodes[0].behave = decode
         reply = await made.client.post(CHAT, json={"stream": True})
-        assert reply.content == EVENTS[0] + tail
+        assert reply.content == EVENTS[0] + passed_on
+
+
+@pytest.mark.parametrize("kind", ["done", "error"])
+async def test_deadline_that_passes_behind_the_last_word_changes_nothing(kind: str) -> None:
+    """The node does not end its stream."""
+    last = DONE if kind == "done" else b'data: {"error":{"message":"m","type":"t","param":null,"code":null}}\n\n'
+    async with rig(request_timeout_s=0.3) as made:
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(EVENTS[0] + last)
+            await hang(request)
+
+        made.decodes[0].behave = decode
+        reply = await made.client.post(CHAT, json={"stream": True})
+        assert reply.content == EVENTS[0] + last + (b"" if kind == "done" else DONE)
+
+
+async def test_last_word_that_is_cut_short_is_none() -> None:
+    async with rig() as made:
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(b'event: response.created\ndata: {}\n\nevent: response.completed\ndata: {"usage":{"out')
+            await request.end()
+
+        made.decodes[0].behave = decode
+        reply = await made.client.post("/v1/responses", json={"stream": True})
+        assert b"completed\ndata" not in reply.content
+        assert b'data: {"type":"error"' in reply.content
+
+
+async def test_stream_that_breaks_in_its_first_event_has_a_true_status() -> None:
+    async with rig() as made:
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(EVENTS[0][:10])
+            await asyncio.sleep(0.02)
+            request.reset()
+
+        made.decodes[0].behave = decode
+        reply = await made.client.post(CHAT, json={"stream": True})
+        assert (reply.status_code, reply.headers["content-type"]) == (502, "application/json")
+        assert "cut" in reply.json()["error"]["message"]
+
+
+async def test_reply_to_another_request_reaches_nobody() -> None:
+    """A kept connection answers with what belongs to the request before."""
+    async with rig(max_retries=0, health_check_interval_s=30.0) as made:
+        mock = made.decodes[0]
+
+        async def answer_twice(request: Received) -> None:
+            answered = mock.posts[0 if len(mock.posts) == 2 else -1]
+            await request.reply(200, WHOLE, x_request_id=answered.headers["x-request-id"])
+
+        mock.behave = answer_twice
+        assert (await made.client.post(CHAT, json={})).content == WHOLE
+        num_connections = mock.num_connections
+        reply = await made.client.post(CHAT, json={})
+        assert (reply.status_code, mock.num_connections) == (502, num_connections)
+        assert "another request" in reply.json()["error"]["message"]
+        assert (await made.client.post(CHAT, json={})).content == WHOLE
+        assert mock.num_connections == num_connections + 1
+
+
+async def test_ids_that_a_proxy_before_the_node_writes_are_no_fault() -> None:
+    async with rig() as made:
+        for leg in (made.prefills[0], made.decodes[0]):
+            leg.behave = lambda request: request.reply(200, WHOLE, x_request_id=f"proxy-{id(request)}")
+        for _ in range(3):
+            assert (await made.client.post(CHAT, json={})).content == WHOLE
 
 
 async def test_large_bodies_pass_both_ways() -> None:
