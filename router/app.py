@@ -35,6 +35,7 @@ from router.exchange import INTERNAL_FAILURE, Exchange
 from router.keys import CHALLENGE_LINE, Keys
 from router.metrics import RouterMetrics
 from router.nodes import Node
+from router.openapi import document
 from router.pairing import Pairing
 from router.siblings import Siblings
 
@@ -98,6 +99,7 @@ def build_app(config: RouterConfig, pairing: Pairing, proxy: CompletionProxy, si
     app.router.routes.extend(admin_routes)
     _add_models(app, pairing)
     _add_state(app, config, pairing, proxy)
+    app.openapi = lambda: document(config, admin=bool(admin_routes))  # type: ignore[method-assign]  # FastAPI's way to have another
 
     @app.get("/metrics")
     async def read_metrics() -> Response:

@@ -7,12 +7,13 @@ import re
 import socket
 import struct
 import traceback
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+from mock_node import MockNode, Received
 from router_harness import CHAT, Rig, rig, until
 
 import router.main
@@ -93,6 +94,17 @@ async def edge(num_prefill: int = 1, num_decode: int = 1, **settings: Any) -> As
 def _told(context: dict[str, Any]) -> str:
     error = context.get("exception")
     return context["message"] + ("" if error is None else "\n" + "".join(traceback.format_exception(error)))
+
+
+def alone_too(node: MockNode) -> Callable[[Received], Awaitable[None]]:
+    """A decode node that also computes prompts for which no room was minted."""
+
+    async def behave(post: Received) -> None:
+        if post.room is None:
+            node.serves(post)
+        await node.serve_well(post)
+
+    return behave
 
 
 class _Watch(logging.Handler):
