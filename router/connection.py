@@ -312,5 +312,6 @@ class Pool:
         for kept in self._kept.values():
             while kept and (kept[0].closed or kept[0].kept_since_s <= oldest_s):
                 kept.popleft().abort()
-        if any(self._kept.values()):
+        self._kept = {address: kept for address, kept in self._kept.items() if kept}  # nodes come and go
+        if self._kept:
             self._sweeping = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._sweep)

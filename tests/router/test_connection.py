@@ -232,3 +232,14 @@ async def test_node_is_slowed_down_to_the_readers_pace() -> None:
         assert len(await whole(reply)) == size
         reply.close()
         assert pool.take(address) is reply._connection
+
+
+async def test_addresses_that_are_not_used_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.01)
+    async with pool_to(replying(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")) as (pool, address):
+        reply = (await pool.connect(address)).send(HEAD, b"")
+        await reply.head()
+        reply.close()
+        async with asyncio.timeout(5):
+            while pool._kept:
+                await asyncio.sleep(0.01)
