@@ -110,9 +110,10 @@ class CompletionProxy:
         except ClientLeft:
             log.info("%s %s: the client left%s", exchange.request_id, api.name, _at(call.placement))
         except (RequestError, LegFailed) as error:
-            log.log(_level(error.failure, call), "%s %s: %d %s%s", exchange.request_id, api.name, error.failure.status, error.failure.message, _at(call.placement))
-            said = error.failure.message
-            _refuse(exchange, api, error.failure, error.reply if isinstance(error, LegFailed) else None)
+            failure = error.failure
+            log.log(_level(failure, call), "%s %s: %d %s%s", exchange.request_id, api.name, failure.status, failure.message, _at(call.placement))
+            said = failure.message
+            _refuse(exchange, api, failure, error.reply if isinstance(error, LegFailed) else None)
         except Exception:
             log.exception("%s %s: a fault of the router%s", exchange.request_id, api.name, _at(call.placement))
             said = INTERNAL_FAILURE.message
