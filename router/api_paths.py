@@ -18,8 +18,8 @@ OPENAI_DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """done: what a line begins with, or holds (`done_inside`), that says the stream is complete. after_error: what is due after an error
-    that the node itself put into the stream."""
+    """done: what a line begins with that says the stream is complete, or what a line holds that may say so (`done_inside`). after_error:
+    what is due after an error that the node itself put into the stream."""
 
     separators: tuple[bytes, ...]  # each ends an event
     last_word: str  # for people

@@ -110,7 +110,7 @@ def build_app(config: RouterConfig, pairing: Pairing, proxy: CompletionProxy, si
 
 def control_app(title: str) -> FastAPI:
     """An app whose errors are OpenAI error objects."""
-    app = FastAPI(title=title, version=version("pdserve"), redoc_url=None)
+    app = FastAPI(title=title, version=version("pdserve"), redoc_url=None, redirect_slashes=False)  # it would trust the Host header
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(Exception, _internal_error)
@@ -118,7 +118,7 @@ def control_app(title: str) -> FastAPI:
 
 
 async def _not_here(request: Request) -> Response:
-    raise AssertionError("the nodes' API does not come through the framework")
+    raise HTTPException(404)  # only a path that is written otherwise comes here, such as /v1/chat%2Fcompletions
 
 
 def _add_models(app: FastAPI, pairing: Pairing) -> None:

@@ -33,7 +33,7 @@ def has_done(events: bytes, form: StreamForm = OPENAI) -> bool:
     """Is the stream's last word among these events?"""
     # a regular expression took 60 us for 8 KiB
     if any(word in events for word in form.done_inside):
-        return True
+        return any(_says_done(line) for line in events.split(b"\n"))
     return any(events.startswith(word) or (word in events and b"\n" + word in events) for word in form.done_beginnings)
 
 
@@ -51,6 +51,15 @@ def is_json(text: bytes) -> bool:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return True
+
+
+def _says_done(line: bytes) -> bool:
+    """At its top level: arguments of a tool call may be objects that have a `done` too."""
+    try:
+        said = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(said, dict) and said.get("done") is True
 
 
 def error_in(events: bytes) -> bytes | None:

@@ -78,7 +78,7 @@ NASTY = (
     b"x: " + b"y" * 70_000 + b"\r\n",
 )  # fmt: skip
 SITES = (CHAT, COMPLETIONS, "/health", "/ready", "/metrics", "/server_info", "/v1/models", "/v1/models/a%00b", "/workers", "/nope", "/docs", "/",
-         "/v1/responses", "/tokenize")  # fmt: skip
+         "/v1/responses", "/tokenize", "/v1/chat%2Fcompletions", "/health/")  # fmt: skip
 
 
 @st.composite

@@ -166,7 +166,8 @@ def _reply(said: bytes, at: int) -> tuple[HttpReply, int]:
         name = line[1].decode()
         if name in headers and name in ("content-length", "transfer-encoding", "connection"):
             raise Malformed(f"{name} comes twice")
-        headers[name], at = line[2].decode("latin-1"), line.end()
+        headers.setdefault(name, line[2].decode("latin-1"))
+        at = line.end()
     if said[at : at + 2] != b"\r\n":
         raise Malformed(f"no header line: {said[at : at + 80]!r}")
     status = int(first[1])
