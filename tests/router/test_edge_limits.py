@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from http_edge import BODY, edge, replies, request, say
 from mock_node import WHOLE, MockNode, Received
-from router_harness import CHAT, Rig
+from router_harness import CHAT, Rig, rig, until
 
 NUM_SLOW = 500
 CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % CHAT.encode()
@@ -144,3 +144,38 @@ async def test_what_follows_the_last_request_is_not_served() -> None:
             assert len(replies(await say(made.rig.port, [last + request() * 3]))) == 1
             assert len(made.rig.decodes[0].posts) <= number + 1
         await made.is_well()
+
+
+@pytest.mark.parametrize("lines", [(), (b"connection: close",)], ids=["kept", "closed"])
+async def test_a_client_that_does_not_read_its_reply_is_let_go(lines: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.server.KEEP_ALIVE_S", 0.2)
+    async with edge() as made:
+        async def long(request: Received) -> None:
+            await request.reply(200, b"x" * (32 << 20))
+
+        made.rig.decodes[0].behave = long
+        reader, writer = await asyncio.open_connection("127.0.0.1", made.rig.port, limit=1024)
+        try:
+            writer.write(request(BODY, *lines))
+            await reader.readuntil(b"\r\n\r\n")
+            made.rig.decodes[0].behave = made.rig.decodes[0].serve_well
+            await until(lambda: not any(connection.num_unsent_bytes for connection in made.parts.server._connections), "let go")
+            num_bytes = 0
+            with suppress(ConnectionError):
+                while part := await reader.read(1 << 20):
+                    num_bytes += len(part)
+            assert num_bytes < 32 << 20
+        finally:
+            writer.transport.abort()
+        await made.is_well()
+
+
+async def test_a_handshake_has_a_limit_too(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+            "-keyout", str(key), "-out", str(certificate)]  # fmt: skip
+    made_it = await asyncio.create_subprocess_exec(*make, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL)
+    assert await made_it.wait() == 0
+    async with rig(ssl_keyfile=str(key), ssl_certfile=str(certificate), head_timeout_s=0.2) as made:
+        assert await say(made.port, [], timeout_s=10) == b""
+        assert await say(made.port, [b"\x16\x03\x01"], timeout_s=10) == b""
