@@ -259,10 +259,11 @@ class ClientConnection(asyncio.Protocol):
                 self.abort()
         elif self._serving is not None:
             return  # the next request may come as slowly as it likes
-        elif self._phase is Phase.BODY and lasted_s > limits.body_timeout_s:
-            sentence = f"the request body did not arrive within {limits.body_timeout_s:g} s"
-            self._refuse(Failure(408, sentence, code="request_timeout", stage="intake"))
-        elif lasted_s > {Phase.NEW: limits.head_timeout_s, Phase.HEAD: limits.head_timeout_s, Phase.IDLE: KEEP_ALIVE_S}.get(self._phase, math.inf):
+        elif self._phase is Phase.BODY:
+            if lasted_s > limits.body_timeout_s:
+                sentence = f"the request body did not arrive within {limits.body_timeout_s:g} s"
+                self._refuse(Failure(408, sentence, code="request_timeout", stage="intake"))
+        elif lasted_s > (KEEP_ALIVE_S if self._phase is Phase.IDLE else limits.head_timeout_s):
             self.abort()
 
     def _serve(self, exchange: Exchange | None) -> None:
