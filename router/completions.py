@@ -135,16 +135,20 @@ class CompletionProxy:
         if self.draining:
             raise RequestError(SHUTTING_DOWN)
         client = self._client_of(exchange)
-        head = read_head(exchange.body)
-        unix_deadline_s = deadline_of(exchange.header, self._config.request_timeout_s)
-        ask = read_ask(head, self._pairing.model_of(head.model))
-        lines = headers_to_node(exchange.headers, exchange.request_id, unix_deadline_s, but=self._own_headers) + self._node_authorization.line
-        prompt = Prompt(api, exchange.target, exchange.request_id, lines, exchange.body, head, ask, num_prompts(head))
-        call.end_s = time.monotonic() + unix_deadline_s - time.time() + DEADLINE_GRACE_S
+        prompt = self._prompt(call, api)
         try:
             await self._admit(call, client, prompt)
         finally:
             call.close()
+
+    def _prompt(self, call: Call, api: ApiPath) -> Prompt:
+        exchange = call.exchange
+        head = read_head(exchange.body)
+        unix_deadline_s = deadline_of(exchange.header, self._config.request_timeout_s)
+        ask = read_ask(head, self._pairing.model_of(head.model))
+        lines = headers_to_node(exchange.headers, exchange.request_id, unix_deadline_s, but=self._own_headers) + self._node_authorization.line
+        call.end_s = time.monotonic() + unix_deadline_s - time.time() + DEADLINE_GRACE_S
+        return Prompt(api, exchange.target, exchange.request_id, lines, exchange.body, head, ask, bool(head.stream), num_prompts(head))
 
     async def _admit(self, call: Call, client: Client, prompt: Prompt) -> None:
         try:

@@ -32,6 +32,7 @@ from router.pairing import Pairing, Placement
 from router.splice import Head, mint_rooms
 
 PREFILL_GRACE_S = 1.0  # after the decode node's last byte; its prompt was computed elsewhere if prefill still goes on
+NO_HEAD = Head()
 GIVEN_UP = 499  # the status of a leg that nobody waits for any more
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,12 @@ class Prompt:
     body: bytes
     head: Head
     ask: Ask
+    stream: bool
     num_prompts: int | None
+
+    def forget_body(self) -> None:
+        """And what is a view of it."""
+        self.body, self.head, self.ask.head = b"", NO_HEAD, None
 
 
 class Attempt:
@@ -79,7 +85,7 @@ class Attempt:
             self.prefill = PrefillLeg(self._pool, self.placement.prefill, self._prompt.request_id, head, request.body, self._prompt.api.form,
                                       self._on_prefill)
             self.prefill.start()
-        elif not self._prompt.head.stream and self.call.ticket is not None:
+        elif not self._prompt.stream and self.call.ticket is not None:
             self.call.ticket.untimed()
         if self.prefill is None or not self.engine.sequential:
             self._start_decode(None)
@@ -111,6 +117,15 @@ class Attempt:
         assert self.decode is not None
         assert self.decode.reply is not None
         return self.decode, self.decode.reply
+
+    def forget_body(self) -> None:
+        """The decode node answers, so nothing is sent again: prompts are long, and answers last."""
+        self._out.body, self._out.head, self._out.dual = b"", NO_HEAD, None
+        for leg in (self.prefill, self.decode):
+            if leg is not None:
+                leg.forget_body()
+        self._prompt.forget_body()
+        self.call.exchange.release_body()
 
     def close(self, *, complete: bool) -> None:
         """complete: the reply was read to its end, so the prefill leg gets a moment to end by itself."""
@@ -176,7 +191,7 @@ class Attempt:
         failed = self.prefill.failure
         whole = failed is None and self.prefill.reply is not None and self.prefill.reply.complete
         self.placement.prefill_ended(whole)
-        if whole and not self._prompt.head.stream:  # of a stream it is the first byte, which also waits for what the decode node has too little of
+        if whole and not self._prompt.stream:  # of a stream it is the first byte, which also waits for what the decode node has too little of
             self.call.prompt_computed()
         self._leg_ended(self.prefill, failed.failure.status if failed is not None else 200 if whole else GIVEN_UP)
 
@@ -247,8 +262,9 @@ class Dispatcher:
                 await call.progress()
             placement.decode.answered(attempt.answer()[0].began_s)
             placement.prefill_ended(True)  # there is a token, so the prompt is computed
-            if prompt.head.stream:
+            if prompt.stream:
                 call.prompt_computed()
+            attempt.forget_body()
             return attempt
         except BaseException:
             attempt.close(complete=False)

@@ -141,6 +141,11 @@ class Leg:
         else:
             self._connect()
 
+    def forget_body(self) -> None:
+        """It is on its way, and will not be sent again."""
+        if self.reply is not None:
+            self._body, self._fresh = b"", True
+
     def cancel(self) -> None:
         """Nothing more is wanted of it: the connection is closed, unless the reply is complete."""
         if self._connecting is not None:
@@ -196,7 +201,7 @@ class Leg:
         """A node that answers a request twice would have all later ones on that connection answered with another's text. Those that give back
         the id of a request, as pdserve's do, are found out. A proxy may write ids of its own: a new connection's reply tells."""
         answered = reply.header(ID_HEADER)
-        if self._fresh:
+        if self._fresh and answered:
             self.node.echoes_ids = answered == self._request_id
         return self.node.echoes_ids and answered not in ("", self._request_id)
 

@@ -9,6 +9,8 @@ import pytest
 from mock_node import DONE, EVENTS, STREAM, WHOLE, Received, hang, hang_up
 from router_harness import CHAT, COMPLETIONS, rig, until
 
+from common import http_exchange
+
 BODY = b'{ "messages":[{"role":"user","content":"\xc3\xa9 \\u00e9"}], "temperature":1.00e-1, "big":1234567890123456789012, "unknown":{"a" : []} }\n'
 
 
@@ -325,3 +327,28 @@ async def test_prefill_leg_that_goes_on_after_the_answer_is_closed() -> None:
         async with asyncio.timeout(3):
             await made.prefills[0].posts[0].closed.wait()
         assert made.node(made.prefills[0]).num_blames == 0
+
+
+async def test_body_is_held_until_the_answer_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of long prompts go on for minutes: what all bodies may take together is for those that may still be sent."""
+    monkeypatch.setattr(http_exchange, "MAX_BODIES_BYTES", 0)
+    async with rig(max_body_bytes=1000) as made:
+        go, prompt = asyncio.Event(), "x" * 900
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(EVENTS[0])
+            await go.wait()
+            await request.chunk(DONE)
+            await request.end()
+
+        made.decodes[0].behave = decode
+        async with made.client.stream("POST", CHAT, json={"stream": True, "prompt": prompt}) as reply:
+            await anext(reply.aiter_raw())
+            made.decodes[0].behave = hang
+            asking = asyncio.ensure_future(made.client.post(CHAT, json={"prompt": prompt}))
+            await made.decodes[0].wait_posts(2)
+            refused = await made.client.post(CHAT, json={"prompt": prompt})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+            asking.cancel()
+            go.set()
