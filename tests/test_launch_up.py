@@ -124,7 +124,7 @@ def test_kill_of_up_takes_everything_with_it() -> None:
         up.until(lambda: len(up.processes()) >= 6)  # both nodes are loading
         processes = up.processes()
         up.end(signal.SIGKILL)
-        _, alive = psutil.wait_procs(processes, timeout=5)
+        _, alive = psutil.wait_procs(processes, timeout=30)  # a child that still imports finds out when it has: on a busy machine not at once
         assert not alive
 
 
