@@ -66,6 +66,7 @@ class Surface:
         try:
             self._keys.client_of(exchange.headers)
         except RequestError as error:
+            self._proxy.metrics.refused("unauthorized")
             return error.failure
         return None
 

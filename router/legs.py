@@ -342,7 +342,8 @@ def failed_in_band(node: Node, error: bytes, began_s: float = math.inf) -> LegFa
     retryable = failure.status in RETRYABLE_STATUSES
     if retryable:
         node.blame(f"answered {failure.status}: {failure.message}", began_s=began_s, answered=True)
-    return LegFailed(node, failure, retryable, NodeReply(failure.status, [(b"content-type", b"application/json")], error))
+    reply = NodeReply(failure.status, [(b"content-type", b"application/json")], error) if is_client_error(error, OPENAI) else None
+    return LegFailed(node, failure, retryable, reply)
 
 
 def message_head(method: bytes, node: Node, target: bytes, lines: bytes) -> bytes:

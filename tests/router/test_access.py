@@ -68,7 +68,7 @@ async def test_refusals_of_what_is_no_key(key_file: str, headers: dict[str, str]
             assert (reply.status_code, reply.headers["www-authenticate"], error["code"]) == (401, "Bearer", code)
             assert error["type"] == "authentication_error"
             assert ALICE not in reply.text
-        assert await made.metric("pdserve_router_refusals_total") == {'{key="",reason="unauthorized"}': 1.0}
+        assert await made.metric("pdserve_router_refusals_total") == {'{key="",reason="unauthorized"}': 2.0}
         assert await made.metric("pdserve_router_key_requests_total") == {}
 
 
