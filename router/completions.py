@@ -23,7 +23,7 @@ from router.api_paths import PATHS, ApiPath
 from router.ask import Ask, read_ask
 from router.call import Call, ClientLeft
 from router.dispatch import Attempt, Dispatcher, Prompt
-from router.events import failure_of, is_event_stream
+from router.events import failure_of, in_one_line, is_event_stream
 from router.exchange import INTERNAL_FAILURE, Exchange, header_lines
 from router.keys import CHALLENGE_LINE, Client, Keys
 from router.legs import MAX_REPLY_BYTES, LegFailed, NodeClient, NodeReply, broken, headers_to_client, headers_to_node
@@ -111,8 +111,8 @@ class CompletionProxy:
             log.info("%s %s: the client left%s", exchange.request_id, api.name, _at(call.placement))
         except (RequestError, LegFailed) as error:
             failure = error.failure
-            log.log(_level(failure, call), "%s %s: %d %s%s", exchange.request_id, api.name, failure.status, failure.message, _at(call.placement))
-            said = failure.message
+            said = in_one_line(failure.message)
+            log.log(_level(failure, call), "%s %s: %d %s%s", exchange.request_id, api.name, failure.status, said, _at(call.placement))
             _refuse(exchange, api, failure, error.reply if isinstance(error, LegFailed) else None)
         except Exception:
             log.exception("%s %s: a fault of the router%s", exchange.request_id, api.name, _at(call.placement))
@@ -213,7 +213,8 @@ class CompletionProxy:
         leg.node.succeeded(leg.began_s)
         if relay.error is not None:
             failure = failure_of(relay.error, leg.node.leg)
-            log.warning("%s %s: in the stream: %d %s%s", exchange.request_id, api.name, failure.status, failure.message, _at(placement))
+            said = in_one_line(failure.message)
+            log.warning("%s %s: in the stream: %d %s%s", exchange.request_id, api.name, failure.status, said, _at(placement))
 
     def _client_of(self, exchange: Exchange) -> Client:
         try:

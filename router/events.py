@@ -10,6 +10,7 @@ import msgspec
 from common.errors import Failure
 from router.api_paths import LINES, OPENAI, StreamForm
 
+MAX_LOGGED_CHARACTERS = 400
 MAX_HELD_BYTES = 1 << 20  # of an event that has not ended; more is taken as it is
 # {"error": ...}, Anthropic's {"type": "error", "error": ...}, SGLang's {"object": "error", ...}
 ERROR_LINE = re.compile(rb'(?:^|\n)(?:data: ?)?(\{\s*(?:(?:"type"\s*:\s*"error"\s*,\s*)?"error"\s*:\s*[{"]|"object"\s*:\s*"error")[^\r\n]*)')
@@ -84,6 +85,11 @@ def openai_error(body: bytes) -> tuple[str, object, object] | None:
         return (error, None, None) if isinstance(error, str) else (str(error["message"]), error.get("type"), error.get("code"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError, IndexError):
         return None
+
+
+def in_one_line(text: str) -> str:
+    """For the log. What nodes say has lines of its own, and repeats what clients sent them."""
+    return " ".join("".join([letter if letter.isprintable() else " " for letter in text[:MAX_LOGGED_CHARACTERS]]).split())
 
 
 def is_client_error(body: bytes, form: StreamForm) -> bool:

@@ -28,7 +28,7 @@ from common.errors import Failure, overloaded
 from common.http_exchange import DEADLINE_HEADER, ID_HEADER, Headers
 from router.api_paths import OPENAI, StreamForm
 from router.connection import NotHttp, Pool, Reply
-from router.events import end_of_events, error_in, failure_of, is_client_error, is_event_stream, openai_error
+from router.events import end_of_events, error_in, failure_of, in_one_line, is_client_error, is_event_stream, openai_error
 from router.nodes import Node
 
 CROSSING_S = 0.5  # a node's closing that crossed a request arrives within a round trip; later it is the node that failed
@@ -39,8 +39,9 @@ RETRYABLE_STATUSES = (500, 502, 503)
 OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})  # of this process or its host
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
                         b"transfer-encoding", b"upgrade"})
-# not passed on: what this hop decides anew; Accept-Encoding because a stream's end is read from its bytes
-NOT_TO_NODE = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", DEADLINE_HEADER, ID_HEADER}
+# not passed on: what this hop decides anew, also which of a vLLM node's engines computes; Accept-Encoding because a stream's end is read
+# from its bytes
+NOT_TO_NODE = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", b"x-data-parallel-rank", DEADLINE_HEADER, ID_HEADER}
 NOT_TO_CLIENT = HOP_BY_HOP | {b"content-length", b"date", b"server", ID_HEADER}
 CORS_PREFIX = b"access-control-"  # which origins may read the router's answers is not for nodes to say; by default SGLang's and vLLM's let all
 
@@ -60,7 +61,7 @@ class LegFailed(Exception):
         return self.reply is not None and any(name == b"retry-after" for name, _ in self.reply.headers)
 
     def __str__(self) -> str:
-        return f"{self.node.leg} node {self.node.url}: {self.failure.status} {self.failure.message}"
+        return f"{self.node.leg} node {self.node.url}: {self.failure.status} {in_one_line(self.failure.message)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Faults and what follows them: rooms, tries, first causes, ends of streams (every fault of either leg: test_fault_matrix.py)."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -93,6 +94,18 @@ async def test_error_that_is_no_openai_object_is_put_into_one() -> None:
         reply = await made.client.post(CHAT, json={"messages": []})
         assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
         assert "Bad Request" in reply.json()["error"]["message"]
+
+
+async def test_what_a_node_says_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Nodes repeat what clients sent."""
+    message = "no such model\n2026-01-01 WARNING forged\x1b[2J" + "x" * 1000
+    async with rig(max_retries=1) as made:
+        made.decodes[0].behave = refuse(503, body=json.dumps({"error": {"message": message, "type": "t", "param": None, "code": None}}).encode())
+        reply = await made.client.post(CHAT, json={"messages": []})
+        assert reply.json()["error"]["message"] == message
+    lines = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert lines
+    assert all(line.isprintable() and len(line) < 800 for line in lines)
 
 
 async def test_prefill_refusal_after_the_decode_nodes_head_is_the_answer() -> None:

@@ -58,7 +58,7 @@ async def test_rooms_of_a_client_are_dropped() -> None:
 async def test_headers_to_the_nodes() -> None:
     async with rig(request_timeout_s=50.0) as made:
         sent = {"authorization": "Bearer k", "x-request-id": "id-1", "x-custom": "café".encode(), "connection": "keep-alive, x-hop", "x-hop": "1",
-                "te": "trailers", "accept-encoding": "gzip"}  # fmt: skip
+                "te": "trailers", "accept-encoding": "gzip", "x-data-parallel-rank": "1"}  # fmt: skip
         reply = await made.client.post(CHAT, content=b"{}", headers=sent)
         assert reply.headers["x-request-id"] == "id-1"
         for mock in (made.prefills[0], made.decodes[0]):
@@ -66,7 +66,7 @@ async def test_headers_to_the_nodes() -> None:
             assert got["authorization"] == "Bearer k"
             assert got["x-request-id"] == "id-1"
             assert got["x-custom"].encode("latin-1").decode() == "café"
-            assert not {"x-hop", "te", "accept-encoding", "transfer-encoding"} & set(got)
+            assert not {"x-hop", "te", "accept-encoding", "transfer-encoding", "x-data-parallel-rank"} & set(got)
             assert int(got["content-length"]) == len(mock.posts[0].body)
             assert got["host"] == mock.url.removeprefix("http://")
             assert abs(float(got["x-request-deadline"]) - time.time() - 50) < 5
