@@ -22,11 +22,11 @@ KEEP_ALIVE_S = 120  # longer than clients' pools keep an idle connection, so tha
 CLOSE_TIMEOUT_S = 1  # for replies under way when the server stops; the node has ended its requests by then
 
 
-def bind(host: str, port: int, *, reuse_port: bool = False, listen: bool = True) -> socket.socket:
+def bind(host: str, port: int, *, reuse_port: bool = False, listen: bool = True, flags: str = "--host and --port") -> socket.socket:
     """A listening socket. Raises StartupError when the address is in use or not this machine's.
 
     reuse_port: others of this user may bind the port too, with the same option; connections are spread over those that listen.
-    listen: False: it is bound only, and takes no connections yet.
+    listen: False: it is bound only, and takes no connections yet. flags: that choose the address.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -43,7 +43,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False, listen: bool = True)
             raise
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
         why = getattr(error, "strerror", error)
-        raise StartupError(f"cannot serve HTTP on {host}:{port}: {why}; choose another with --host and --port") from None
+        raise StartupError(f"cannot serve HTTP on {host}:{port}: {why}; choose another with {flags}") from None
     return listener
 
 

@@ -50,7 +50,7 @@ from router.prefix_index import PrefixIndex, PrefixKnowledge
 from router.server import Limits, Server
 from router.siblings import Siblings
 from router.tls import server_context
-from router.workers import run_workers
+from router.workers import ADMIN_FLAGS, run_workers
 
 MAX_DRAIN_S = 8.0  # with what follows, gone within 10 s of the signal whatever --shutdown-timeout says
 PODS_TIMEOUT_S = 5.0  # how long a worker waits for the API server before it serves with the nodes it knows
@@ -202,7 +202,7 @@ class Parts:
         self.server = Server(Surface(app, self.proxy, keys, cors, scheme=self.scheme), limits, bodies, tls)
         self.admin_servers: list[tuple[Server, socket.socket]] = []
         if config.admin_port is not None and check is not None:
-            listener = stack.enter_context(bind(config.admin_host, config.admin_port, reuse_port=config.workers > 1))
+            listener = stack.enter_context(bind(config.admin_host, config.admin_port, reuse_port=config.workers > 1, flags=ADMIN_FLAGS))
             bridge = AsgiBridge(admin_app(admin, self.siblings.broadcast, check), _nobody_counts, scheme="http")
             self.admin_servers.append((Server(bridge, limits, bodies), listener))
             log.info("admin surface on http://%s:%d", *listener.getsockname()[:2])

@@ -52,6 +52,7 @@ RESTART_FIRST_S = 0.2  # as pdserve up (common/cluster.py)
 RESTART_MAX_S = 10.0
 PING_PERIOD_S = 1.0
 HUNG_S = 15.0  # an event loop that answers nothing for so long; far beyond what a machine without a free core does to it
+ADMIN_FLAGS = "--admin-host and --admin-port"
 STOP_S = 10.0  # a worker is gone by itself within this time of the signal (main.py)
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def run_workers(config: RouterConfig) -> int:
         with ExitStack() as held:
             config = replace(config, port=_hold(held, config.host, config.port))
             if config.admin_port is not None:
-                config = replace(config, admin_port=_hold(held, config.admin_host, config.admin_port))
+                config = replace(config, admin_port=_hold(held, config.admin_host, config.admin_port, ADMIN_FLAGS))
             configure_logs(config.log_level, f"router:{config.port}")
             return asyncio.run(Supervisor(config, reporter, supervised).run())
     except StartupError as error:
@@ -92,9 +93,9 @@ def share_of(config: RouterConfig) -> RouterConfig:
     )
 
 
-def _hold(held: ExitStack, host: str, port: int) -> int:
+def _hold(held: ExitStack, host: str, port: int, flags: str = "--host and --port") -> int:
     """The port, taken for as long as `held` is. Raises StartupError when anybody else has it."""
-    bind(host, port).close()  # without SO_REUSEPORT: it would let us join others who have it
+    bind(host, port, flags=flags).close()  # without SO_REUSEPORT: it would let us join others who have it
     holder = held.enter_context(bind(host, port, reuse_port=True, listen=False))
     taken: int = holder.getsockname()[1]
     return taken

@@ -18,6 +18,7 @@ from common.cli import Parser, add_flags, argv_of, config_from, flag_name
 from common.cluster import UpConfig
 from common.config import PAGE_SIZES, HttpConfig, NodeConfig, RouterConfig
 from common.errors import StartupError
+from common.http_server import bind
 from pdserve import build_parser
 
 COMMANDS = ("up", "router", "prefill", "decode")
@@ -135,6 +136,10 @@ def test_refusal_is_one_line_and_exit_code_2() -> None:
     never = refusal("router", "--port", "0", "--prefill", "http://h:1", "--disaggregation", "never")
     assert never.startswith("the router needs decode nodes too: give --decode URL")
     assert refusal("router", "--prefill", "http://h:1", "--decode", "http://h:2", "--host", "a..b").startswith("cannot serve HTTP on a..b:8000: ")
+    with bind("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        admin = refusal("router", "--prefill", "http://h:1", "--decode", "http://h:2", "--port", "0", "--admin-port", port)
+    assert admin.endswith("in use; choose another with --admin-host and --admin-port")
 
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode"])
