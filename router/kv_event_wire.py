@@ -13,6 +13,8 @@ import msgspec
 
 DEFAULT_PORT = 5557  # of vLLM and SGLang, which do not say over HTTP where they publish
 
+MAX_NAME_NBYTES = 64  # of a block's hash: SHA-512; names are kept
+
 POSITIONS = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys", "group_idx"),
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
@@ -91,5 +93,7 @@ def _events(events: list[Any]) -> Iterator[Event]:
 def _check(event: Stored) -> None:
     if event.block_size < 1 or not event.block_hashes or len(event.token_ids) != event.block_size * len(event.block_hashes):
         raise NotAnEvent(f"{len(event.block_hashes)} blocks of {event.block_size} tokens have {len(event.token_ids)} tokens")
+    if any(isinstance(name, bytes) and len(name) > MAX_NAME_NBYTES for name in event.block_hashes):
+        raise NotAnEvent(f"the hash of a block has more than {MAX_NAME_NBYTES} bytes")
     if min(event.token_ids) < 0 or max(event.token_ids) >> 32:
         raise NotAnEvent("a token id is no 32-bit number")

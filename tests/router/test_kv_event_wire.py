@@ -86,7 +86,7 @@ def test_other_tiers_caches_and_kinds_are_passed_over() -> None:
         ["BlockStored"], ["BlockStored", [1], None, TOKENS, 16], ["BlockStored", [], None, [], 16], ["BlockStored", [1], None, [1, -1], 2],
         ["BlockStored", [1], None, [1, 1 << 32], 2], ["BlockStored", [1], None, ["a"], 1], ["BlockStored", [1], None, [1], 0],
         ["BlockStored", ["a"], None, [1], 1], ["BlockRemoved", 3], ["BlockRemoved", None], [], [[]], {}, {"type": []}, 3, None,
-        {"type": "BlockStored", "block_hashes": [1]},
+        {"type": "BlockStored", "block_hashes": [1]}, ["BlockStored", [b"x" * 65], None, [1], 1],
     ],
 )  # fmt: skip
 def test_malformed_events_are_refused(event: Any) -> None:
