@@ -208,7 +208,8 @@ class CompletionProxy:
             relay.close()
             leg.on_progress = call.wake
         if relay.cause is not None:
-            raise broken(leg.node, relay.cause, leg.began_s)
+            leg.failure = broken(leg.node, relay.cause, leg.began_s)
+            raise leg.failure
         exchange.end()
         leg.node.succeeded(leg.began_s)
         if relay.error is not None:
@@ -244,11 +245,13 @@ async def _whole(call: Call, attempt: Attempt) -> bytes:
             parts.append(part)
             num_bytes += len(part)
             if num_bytes > MAX_REPLY_BYTES:
-                raise broken(leg.node, f"its reply is longer than {MAX_REPLY_BYTES} bytes", leg.began_s)
+                leg.failure = broken(leg.node, f"its reply is longer than {MAX_REPLY_BYTES} bytes", leg.began_s)
+                raise leg.failure
         elif reply.complete:
             return parts[0] if len(parts) == 1 else b"".join(parts)
         elif reply.error is not None:
-            raise broken(leg.node, f"its reply is cut short: {reply.error}", leg.began_s)
+            leg.failure = broken(leg.node, f"its reply is cut short: {reply.error}", leg.began_s)
+            raise leg.failure
         else:
             await call.progress()
 

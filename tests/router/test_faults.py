@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from mock_node import EVENTS, STREAM, Behaviour, Received, end_early, hang, hang_up, refuse, reset
+from mock_node import EVENTS, STREAM, Behaviour, Received, end_early, hang, hang_up, refuse, reset, reset_midway
 from router_harness import CHAT, events, rig, until
 
 
@@ -37,6 +37,14 @@ async def test_number_of_tries_is_bounded(max_retries: int) -> None:
         made.decodes[0].behave = refuse(503)
         assert (await made.client.post(CHAT, json={"messages": []})).status_code == 503
         assert len(made.decodes[0].posts) == 1 + max_retries
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_decode_node_that_fails_midway_is_counted(stream: bool) -> None:
+    async with rig() as made:
+        made.decodes[0].behave = reset_midway
+        await made.client.post(CHAT, json={"messages": [], "stream": stream})
+        assert await made.metric("pdserve_router_leg_failures_total") == {f'{{leg="decode",node="{made.decodes[0].url}",status="502"}}': 1.0}
 
 
 async def test_stream_that_ends_without_done_gets_an_error() -> None:
