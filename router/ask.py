@@ -5,7 +5,7 @@ Blocks are of raw JSON bytes: tokenising here would cost more than all else that
 its first message. The next turn of a conversation repeats the bytes of this one up to the bracket that closes the list, so that
 bracket (or quotation mark) belongs to no block, and where blocks end depends on the position only. A block's hash covers everything before
 it, so that equal hashes mean equal prefixes; it begins from a salt of what else a cached page depends on: model, adapter, tools, system
-prompt. Blocks grow with the position: a prefix cache saves little that is finer than a sixteenth of the prompt, and 64 KiB are 40 hashes.
+prompt. Blocks grow with the position: a prefix cache saves little that is finer than an eighth of the prompt, and 64 KiB are 28 hashes.
 A rest shorter than a block is left out.
 
 Python's own hash (SipHash, keyed anew in each process: nobody outside can make two prompts collide) reads some 3 GB/s and has 64 bits.
@@ -27,7 +27,7 @@ MAX_NEW_MESSAGES = 8  # after the last answer: the user's, or results of tools
 SEPARATOR_BYTES = 16  # between a message and the next one's role: where the turn before ended is known no better
 SALT_FIELDS = ("tools", "system", "instructions", "lora_path", "cache_salt", "extra_key")
 
-BLOCK_STEPS = ((256, 4 << 10), (1 << 10, 16 << 10), (4 << 10, 64 << 10))  # block bytes, up to which position
+BLOCK_STEPS = ((256, 4 << 10), (2 << 10, 16 << 10), (8 << 10, 64 << 10))  # block bytes, up to which position
 LONG_BLOCK = 16 << 10  # beyond
 
 

@@ -355,8 +355,13 @@ def message_head(method: bytes, node: Node, target: bytes, lines: bytes) -> byte
 def headers_to_node(headers: Sequence[tuple[bytes, bytes]], request_id: str, deadline_s: float, *, but: Collection[bytes] = ()) -> bytes:
     """Lines of a request's head, as far as they come from the client or are the same for both nodes. but: names that the caller sets."""
     named = _named_by_connection(headers)
-    lines = [b"%b: %b\r\n" % line for line in headers if line[0] not in NOT_TO_NODE and line[0] not in named and line[0] not in but]
-    if not any(key == b"content-type" for key, _ in headers):
+    lines, typed = list[bytes](), False
+    for line in headers:
+        name = line[0]
+        if name not in NOT_TO_NODE and name not in named and name not in but:
+            lines.append(b"%b: %b\r\n" % line)
+        typed = typed or name == b"content-type"
+    if not typed:
         lines.append(b"content-type: application/json\r\n")
     lines.append(b"%b: %b\r\n%b: %.3f\r\n" % (ID_HEADER, request_id.encode(), DEADLINE_HEADER, deadline_s))
     return b"".join(lines)
@@ -370,7 +375,11 @@ def headers_to_client(reply: Reply) -> Headers:
 
 def _named_by_connection(headers: Sequence[tuple[bytes, bytes]]) -> Collection[bytes]:
     """Headers that are for one hop only because it says so."""
-    return {word.strip().lower() for key, value in headers if key == b"connection" for word in value.split(b",")}
+    named: Collection[bytes] = ()
+    for key, value in headers:
+        if key == b"connection" and value != b"keep-alive":  # which is in HOP_BY_HOP
+            named = {*named, *(word.strip().lower() for word in value.split(b","))}
+    return named
 
 
 def is_own_limit(error: BaseException) -> bool:

@@ -89,9 +89,9 @@ def test_blocks_end_where_the_position_says(one: int, other: int) -> None:
 
 def test_blocks_grow() -> None:
     assert SHORT_END == 64 << 10
-    assert len(BOUNDARIES) == 40
+    assert len(BOUNDARIES) == 28
     assert len(block_hashes(bytes(4 << 10), 0)) == 16
-    assert len(block_hashes(bytes(4 << 20), 0)) == 40 + ((4 << 20) - SHORT_END) // LONG_BLOCK
+    assert len(block_hashes(bytes(4 << 20), 0)) == 28 + ((4 << 20) - SHORT_END) // LONG_BLOCK
 
 
 def before(messages: list[dict[str, str]], **json_style: object) -> tuple[int, int] | None:
