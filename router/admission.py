@@ -195,10 +195,12 @@ class Admission:
 
     def _check_first_token(self, ticket: Ticket, ttft: TtftModel, now_s: float, wait_s: float) -> float:
         """wait_s: in the queue, from now. Returns what the nodes' load predicts. Raises RequestError when it would come too late."""
-        predicted_s = max(self._predicted_ttft_s(ticket.ask) or 0.0, self._row_wait_s())  # nothing known: all is learnt
+        row_wait_s = self._row_wait_s()
+        predicted_s = max(self._predicted_ttft_s(ticket.ask) or 0.0, row_wait_s)  # nothing known: all is learnt
         slo_s = self._slo_s * (1.0 - max(0, ticket.priority) / (2 * PRIORITIES[-1]))
         limit_s = min(slo_s - (now_s - ticket.arrived_s), ticket.end_s - now_s) - wait_s
-        if not ttft.keeps(predicted_s, limit_s, now_s):
+        doubtful = predicted_s > slo_s and row_wait_s <= limit_s and ttft.doubts(now_s)
+        if not doubtful and not ttft.keeps(predicted_s, limit_s, now_s):
             late_s = max(predicted_s, ttft.bound_s(predicted_s, now_s)) - limit_s
             text = f"the first token would come {late_s:.2f} s later than {slo_s:g} s, the objective (--ttft-slo); try again when there is less load"
             raise _refused(text, "ttft_slo", late_s)

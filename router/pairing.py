@@ -175,11 +175,13 @@ class Pairing:
         return Placement(prefill, decode, local_reason, ask, hits.get(site, 0), (prefill_score, decode_score), self._clock, self._outdate)
 
     def predicted_ttft_s(self, ask: Ask) -> float | None:
-        """When the prompt would be computed, on the node that would be soonest. None when no rate is known."""
+        """When the prompt would be computed, on the node that would be soonest. None when no rate is known, or a decode node computes it."""
         fleet = self._compared(ask.model)
         if self._disaggregation == "never" or not fleet.prefill or not fleet.prefill[0].prefill_load.measured:
             return None
         hits = self.knowledge.match(ask)
+        if self._disaggregation == "prefer" and self._stays(ask, fleet.prefill, _computing(fleet.decode), hits)[0] is not None:
+            return None
         return min(node.prefill_load.done_s(ask.num_tokens - hits.get(node, 0)) for node in fleet.prefill)
 
     def missing(self, model: str | None = None) -> str | None:

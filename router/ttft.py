@@ -16,9 +16,12 @@ Simulated (bench/overload_sim.py): prefill-bound, decode-bound, quadratic and mi
 objective for 99 of 100 admitted requests, once WINDOW of them have been seen; in the first seconds after a jump of the load, where rows are
 what is short, for nine of ten.
 
-Learning must not lock itself out: after a pause of one objective without an admitted request, one is let through on the bare prediction.
+Learning must not lock itself out: after a pause of one objective without an admitted request, one is let through on the bare prediction. And
+where that alone forbids everything (a first prompt that waited for kernels to be compiled, a node that was slow once, make rates that nobody would
+ever measure again) one is let through after DOUBT_S in which nothing was sent and no first token was awaited.
 """
 
+import math
 from dataclasses import dataclass
 
 WINDOW = 64.0  # requests; 32 follow a change faster, and let 2 of 100 come late where rows are short
@@ -26,6 +29,7 @@ RIDGE = 16.0**2  # as one request that waited behind 16 and came as predicted
 MARGIN = 4.0  # of a normal law the 99th percentile is 2.33 sigma, 2.9 mean deviations; residuals are skewed, 3 let 2 of 100 come late
 SCALE_SHARE = 0.25
 WORST = 1.25  # of a residual, by the scale: MARGIN of it are more than the objective, so more would only be remembered for longer
+DOUBT_S = 1.0
 TRUST = 4.0  # requests that came as predicted, before any has come: one prompt that waits for its kernels to be compiled shuts nobody out
 
 
@@ -60,7 +64,7 @@ class TtftModel:
         self.num_awaited = 0
         self._products = self._squares = 0.0
         self._deviation = Mean(weight=TRUST)
-        self._last_sent_s = float("-inf")
+        self._last_sent_s = -math.inf
 
     @property
     def slope_s(self) -> float:
@@ -75,6 +79,10 @@ class TtftModel:
         if predicted_s > limit_s:
             return False
         return now_s - self._last_sent_s > self._slo_s or self.bound_s(predicted_s, now_s) <= limit_s
+
+    def doubts(self, now_s: float) -> bool:
+        """What the nodes were measured to do may not be so any more, and this request would tell."""
+        return not self.num_awaited and math.inf > now_s - self._last_sent_s > DOUBT_S
 
     def bound_s(self, predicted_s: float, now_s: float) -> float:
         return self._expected_s(predicted_s, self.num_awaited) + MARGIN * self._deviation.value * self._scale_s(predicted_s) + self._stall_s(now_s)

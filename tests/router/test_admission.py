@@ -15,6 +15,9 @@ from common.errors import Failure, RequestError
 from router.admission import MAX_RETRY_AFTER_S, Admission, State, Ticket
 from router.ask import Ask
 from router.keys import PRIORITIES, Client, Limits
+from router.node import NodeInfo
+from router.nodes import NodeTable
+from router.pairing import Pairing
 from router.waiting import STEP_S
 
 ASK = Ask(None, 100)
@@ -289,6 +292,38 @@ def test_what_would_come_too_late_is_refused_at_once_with_the_time_to_come_again
     assert "3.50 s later than 2 s, the objective (--ttft-slo)" in failure.message
     predicted_s = 500.0
     assert rig.refusal().retry_after_s == MAX_RETRY_AFTER_S
+
+
+def test_a_node_that_was_slow_once_is_tried_again() -> None:
+    """Its first prompt waits 30 s for kernels to be compiled; then it computes 1000 tokens a second, and says so to nobody who does not ask."""
+    config = RouterConfig(prefill=("http://p:1",), decode=("http://d:1",))
+    nodes = NodeTable.of(config)
+    for node in nodes.all:
+        node.probe_succeeded(NodeInfo(), 0)
+    rig = Rig(ttft_slo_s=2.0)
+    pairing = Pairing(nodes, config, rig.loop.time)
+    rig.admission._predicted_ttft_s = pairing.predicted_ttft_s
+
+    def serve(seconds: float) -> bool:
+        try:
+            ticket = rig.enter()
+        except RequestError:
+            return False
+        placement = pairing.place(ASK)
+        rig.loop.advance(rig.loop.now_s + seconds)
+        placement.prefill_ended(True)
+        ticket.first_byte()
+        placement.decode_ended()
+        ticket.leave()
+        return True
+
+    assert [serve(30.0), serve(0.1), serve(0.1)] == [True, True, False]
+    served = []
+    for _ in range(1000):
+        rig.loop.advance(rig.loop.now_s + 0.1)
+        served.append(serve(0.1))
+    assert 15 < served[:200].count(True) < 25  # one a second
+    assert all(served[-200:])
 
 
 def test_background_work_leaves_room() -> None:

@@ -130,7 +130,8 @@ async def test_a_client_that_leaves_the_queue_frees_its_place_and_a_deadline_end
         assert len(made.decodes[0].posts) == 2  # who left or was late was never sent
 
 
-async def test_requests_beyond_the_objective_are_refused_at_once_and_the_first_is_believed() -> None:
+async def test_requests_beyond_the_objective_are_refused_at_once_and_the_first_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.ttft.DOUBT_S", 600.0)
     async with rig(ttft_slo_s=0.001) as made:
         assert (await ask(made)).status_code == 200  # nothing is known of the nodes
         for node in (*made.prefills, *made.decodes):

@@ -352,6 +352,17 @@ def test_require_answers_503_without_a_prefill_node() -> None:
     assert error.value.failure.retry_after_s == 1.0
 
 
+def test_no_prefill_node_is_asked_how_soon_a_decode_node_computes_a_prompt() -> None:
+    made = pairing(1, 1, disaggregation="prefer", min_uncached_tokens=64)
+    for placement in [made.place(ask(5000)) for _ in range(3)]:
+        placement.prefill_ended(True)
+        placement.decode_ended()
+    waiting = made.place(ask(100_000))
+    assert made.predicted_ttft_s(ask(5000)) is not None
+    assert made.predicted_ttft_s(ask(10)) is None
+    waiting.decode_ended()
+
+
 def test_ttft_is_predicted_once_a_rate_is_known() -> None:
     clock = Clock()
     made = pairing(2, 1, clock, policy="cost")
