@@ -245,8 +245,9 @@ class Dispatcher:
         try:
             return self._place_now(prompt, tried, busy)
         except RequestError:
-            if not await call.wait(asyncio.ensure_future(self._pairing.settled(self._verdict_timeout_s))):
+            if not self._pairing.has_suspects:  # asked now: before the task below begins the verdict may have come
                 raise
+            await call.wait(asyncio.ensure_future(self._pairing.settled(self._verdict_timeout_s)))
         return self._place_now(prompt, tried, busy)
 
     def _place_now(self, prompt: Prompt, tried: set[Node], busy: set[Node]) -> Placement:

@@ -207,6 +207,11 @@ class Pairing:
         prefills, decodes = _serving(self.nodes.prefill, model), _serving(self.nodes.decode, model)
         return [reason for prefill in prefills for decode in decodes if (reason := disagreement(prefill, decode)) is not None]
 
+    @property
+    def has_suspects(self) -> bool:
+        """A verdict is awaited, which may make place() succeed."""
+        return any(node.verdict is not None for node in self.nodes.all)
+
     async def settled(self, timeout_s: float) -> bool:
         """Wait for the verdict on suspects, which may make place() succeed. False when there are none."""
         verdicts = [node.verdict for node in self.nodes.all if node.verdict is not None]

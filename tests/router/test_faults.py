@@ -3,10 +3,13 @@
 import asyncio
 import json
 import time
+from typing import Any
 
 import pytest
 from mock_node import EVENTS, STREAM, Behaviour, Received, end_early, hang, hang_up, refuse, reset, reset_midway
 from router_harness import CHAT, events, rig, until
+
+from router.pairing import Pairing, Placement
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -272,3 +275,24 @@ async def test_failed_request_is_one_line(caplog: pytest.LogCaptureFixture) -> N
         await made.client.post(CHAT, json={}, headers={"x-request-id": "id-9"})
         (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("router.")]
         assert line == f"id-9 {CHAT}: 400 mock says 400 (prefill {made.prefills[0].url}, decode {made.decodes[0].url})"
+
+
+async def test_verdict_that_comes_at_once_is_not_missed() -> None:
+    """The one decode node has failed a request; the probe that clears it ends between the next request's coming and its waiting."""
+    async with rig() as made:
+        node = made.node(made.decodes[0])
+        settled, place = Pairing.settled, Pairing.place
+
+        def place_with_a_suspect(pairing: Pairing, *args: Any, **options: Any) -> Placement:
+            if not node.num_blames:
+                node.blame("failed a request")
+            return place(pairing, *args, **options)
+
+        async def late(pairing: Pairing, timeout_s: float) -> bool:
+            await until(lambda: node.usable, "verdict")
+            return await settled(pairing, timeout_s)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Pairing, "place", place_with_a_suspect)
+            patch.setattr(Pairing, "settled", late)
+            assert (await made.client.post(CHAT, json={"messages": []})).status_code == 200
