@@ -95,6 +95,11 @@ def node_url(text: str) -> str:
     return text
 
 
+def url_of(host: str, port: int, *, tls: bool = False) -> str:
+    """As a client writes it: an IPv6 address in brackets."""
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class _AppendUrls(argparse.Action):
     """`--prefill URL`, `--prefill URL,PORT`, `--prefill URL PORT` (sglang-router's form), `--prefill URL URL`; repeatable."""
 

@@ -11,6 +11,7 @@ import json
 import shlex
 import signal
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from common.cli import argv_of
+from common.cli import argv_of, url_of
 from common.config import NodeConfig, Role, RouterConfig, flag
 from common.errors import StartupError
 from common.launch import Child, ChildDied, ending, python_argv
@@ -138,21 +139,24 @@ class Cluster:
                 self.say(f"{member.name} did not start: {error}")
 
     async def _wait_serving(self, port: int) -> None:
-        host = self._client_host()
+        if self.router.ssl_ca_certs is not None:
+            return  # it answers clients with a certificate, and there is none here; it has said that it serves
         for _ in range(int(READY_TIMEOUT_S / READY_PROBE_S)):
-            if await asyncio.to_thread(_is_ready, host, port):
+            if await asyncio.to_thread(_is_ready, self._client_host(), port, tls=self.router.ssl_certfile is not None):
                 return
             await asyncio.sleep(READY_PROBE_S)
-        raise ChildDied(f"the router does not become ready: http://{host}:{port}/ready did not answer 200 within {READY_TIMEOUT_S:g} s")
+        raise ChildDied(f"the router does not become ready: {self._url(port)}/ready did not answer 200 within {READY_TIMEOUT_S:g} s")
 
     def _say_ready(self, port: int, took_s: float) -> None:
-        host = self._client_host()
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = self._url(port)
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         body = {"model": self.node.served_model_name or self.node.model, "messages": messages, "temperature": 0}
         self.say(f"started in {took_s:.1f} s; stop with Ctrl-C; try:")
         self.say(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(json.dumps(body))}")
         self.say(f"ready: {url}")
+
+    def _url(self, port: int) -> str:
+        return url_of(self._client_host(), port, tls=self.router.ssl_certfile is not None)
 
     def _client_host(self) -> str:
         return "127.0.0.1" if self.router.host in ANY_ADDRESS else self.router.host
@@ -195,8 +199,9 @@ def check_port_free(host: str, port: int, flag: str = "--port") -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run that wait to time out do not count
             probe.bind(address)
             probe.listen(1)  # only this tells: two sockets may bind one port while neither listens
-    except OSError as error:
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host and {flag}") from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
+        why = getattr(error, "strerror", None) or error
+        raise StartupError(f"cannot listen on {host}:{port}: {why}; choose another with --host and {flag}") from None
 
 
 def _keep_ports(member: Member, ports: dict[str, int]) -> None:
@@ -207,8 +212,13 @@ def _keep_ports(member: Member, ports: dict[str, int]) -> None:
     member.argv = words + [f"{kept[fact]}={port}" for fact, port in ports.items() if fact in kept and fact != skip]
 
 
-def _is_ready(host: str, port: int) -> bool:
+def _is_ready(host: str, port: int, *, tls: bool) -> bool:
+    """Of our own child: whatever name its certificate is for."""
     connection = http.client.HTTPConnection(host, port, timeout=2)
+    if tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(host, port, timeout=2, context=context)
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200

@@ -21,6 +21,7 @@ from typing import Any
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from common.cli import url_of
 from common.config import RouterConfig
 from common.errors import StartupError
 from common.http_exchange import BodyBudget
@@ -118,8 +119,9 @@ class Router:
                 await server.listen((listener,))
             host, port = self.listener.getsockname()[:2]
             self.reporter.ready(role="router", host=host, port=port)
-            log.info("serving on %s://%s:%d; %d prefill and %d decode nodes; policy %s", parts.scheme, host, port, len(self.nodes.prefill),
-                     len(self.nodes.decode), self.config.policy)
+            url = url_of(host, port, tls=parts.scheme == "https")
+            log.info("serving on %s; %d prefill and %d decode nodes; policy %s", url, len(self.nodes.prefill), len(self.nodes.decode),
+                     self.config.policy)
             await asyncio.wait((stopping, *serving), return_when=asyncio.FIRST_COMPLETED)
             for task in serving:  # none ends by itself, unless by a fault
                 if task.done():
@@ -205,7 +207,7 @@ class Parts:
             listener = stack.enter_context(bind(config.admin_host, config.admin_port, reuse_port=config.workers > 1, flags=ADMIN_FLAGS))
             bridge = AsgiBridge(admin_app(admin, self.siblings.broadcast, check), _nobody_counts, scheme="http")
             self.admin_servers.append((Server(bridge, limits, bodies), listener))
-            log.info("admin surface on http://%s:%d", *listener.getsockname()[:2])
+            log.info("admin surface on %s", url_of(*listener.getsockname()[:2]))
         self.prober = Prober(nodes, self.client, interval_s=config.health_check_interval_s, timeout_s=config.connect_timeout_s,
                              headers=authorization.line)
         self.background.append(self.prober.run())

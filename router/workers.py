@@ -41,6 +41,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from common.cli import url_of
 from common.config import RouterConfig
 from common.errors import StartupError
 from common.http_server import bind
@@ -153,7 +154,8 @@ class Supervisor:
             if isinstance(failure, BaseException):
                 raise failure
         self.reporter.ready(role="router", host=self.config.host, port=self.config.port)
-        log.info("serving on http://%s:%d with %d workers", self.config.host, self.config.port, self.config.workers)
+        url = url_of(self.config.host, self.config.port, tls=self.config.ssl_certfile is not None)
+        log.info("serving on %s with %d workers", url, self.config.workers)
         async with asyncio.TaskGroup() as group:
             for worker in self.workers:
                 group.create_task(self._heal(worker))

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -122,6 +123,22 @@ async def test_exactly_one_ready_line_and_a_request_to_try(make: Callable[..., W
         assert any(line.strip().startswith(f"curl http://127.0.0.1:{port}/v1/chat/completions") and '"model": "m"' in line for line in watch.lines)
 
 
+@pytest.fixture
+def certificate(tmp_path: Path) -> dict[str, str]:
+    """Flags of a router that has one."""
+    flags = {"ssl_keyfile": str(tmp_path / "key.pem"), "ssl_certfile": str(tmp_path / "cert.pem")}
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
+    words = ["openssl", "req", "-x509", *kind, "-keyout", flags["ssl_keyfile"], "-out", flags["ssl_certfile"]]
+    subprocess.run(words, check=True, capture_output=True)
+    return flags
+
+
+async def test_a_router_with_a_certificate_becomes_ready_too(make: Callable[..., Watch], certificate: dict[str, str]) -> None:
+    watch = make(**certificate)
+    async with running(watch):
+        assert watch.lines[-1] == f"ready: https://127.0.0.1:{watch.starts('router')[0].port}"
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
 async def test_a_dead_process_comes_back_on_its_ports(make: Callable[..., Watch], role: str) -> None:
     watch = make()
@@ -204,3 +221,5 @@ def test_port_in_use_is_a_sentence_with_the_way_out() -> None:
 def test_address_that_is_not_this_machines_is_a_sentence() -> None:
     with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1:80"):
         check_port_free("192.0.2.1", 80)
+    with pytest.raises(StartupError, match=r"cannot listen on a\.\.b:80"):
+        check_port_free("a..b", 80)

@@ -8,6 +8,7 @@ import http.server
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 
@@ -46,6 +47,10 @@ def main(payload: bytes, reporter: Reporter) -> None:
     facts = {}
     if role == "router":
         server = http.server.ThreadingHTTPServer(("127.0.0.1", arguments.port), Ready)
+        if arguments.ssl_certfile:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(arguments.ssl_certfile, arguments.ssl_keyfile)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         facts["port"] = server.server_address[1]
     else:
