@@ -201,9 +201,9 @@ class CompletionProxy:
             while not relay.ended:
                 await call.progress()
         except RequestError as error:
-            if not relay.done and relay.error is None:
+            relay.end(error.failure.message)
+            if relay.cause is not None:  # else the client has the last word already
                 raise
-            relay.end(error.failure.message)  # the client has the last word already
         finally:
             relay.close()
             leg.on_progress = call.wake

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from router.api_paths import StreamForm
 from router.connection import Reply
-from router.events import end_of_events, error_in, has_done, last_event
+from router.events import MAX_HELD_BYTES, end_of_events, error_in, has_done, last_event
 from router.exchange import Exchange
 
 AFTER_DONE_S = 1.0  # how long a node may take to end a stream in which it has said its last word
@@ -23,7 +23,7 @@ AFTER_DONE_S = 1.0  # how long a node may take to end a stream in which it has s
 class Relay:
     """`ended`: nothing more comes; then `cause` says what is wrong, None when the stream is whole. The caller ends the exchange."""
 
-    __slots__ = ("_exchange", "_form", "_gap", "_held", "_last_s", "_limit", "_on_ended", "_reply", "cause", "done", "ended", "error")
+    __slots__ = ("_exchange", "_form", "_gap", "_held", "_last_s", "_limit", "_midway", "_on_ended", "_reply", "cause", "done", "ended", "error")
 
     def __init__(self, exchange: Exchange, reply: Reply, form: StreamForm, gap: Callable[[float], None], on_ended: Callable[[], None]) -> None:
         self.ended = False
@@ -36,6 +36,7 @@ class Relay:
         self._gap = gap
         self._on_ended = on_ended
         self._held = b""
+        self._midway = False  # in an event so long that its beginning was passed on
         self._last_s = 0.0
         self._limit: asyncio.TimerHandle | None = None
         exchange.on_writable = self.progress
@@ -67,6 +68,7 @@ class Relay:
             part, self._held = part[:end], part[end:]
             if not part:
                 return
+        self._midway = len(part) > MAX_HELD_BYTES and not part.endswith(self._form.separators)
         now_s = time.monotonic()
         if self._last_s:
             self._gap(now_s - self._last_s)
@@ -90,4 +92,6 @@ class Relay:
             self._exchange.write(self._form.after_error)
         if not self.done and self.error is None:
             self.cause = cause
+            if self._midway:
+                self._exchange.write(self._form.separators[0])  # so that the error is an event of its own
         self._on_ended()

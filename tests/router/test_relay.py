@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from mock_node import DONE, EVENTS, STREAM, WHOLE, Received, hang, hang_up
+from mock_node import DONE, EVENTS, STREAM, WHOLE, Behaviour, Received, hang, hang_up
 from router_harness import CHAT, COMPLETIONS, rig, until
 
 from common import http_exchange
@@ -197,6 +197,23 @@ async def test_last_word_that_is_cut_short_is_none() -> None:
         reply = await made.client.post("/v1/responses", json={"stream": True})
         assert b"completed\ndata" not in reply.content
         assert b'data: {"type":"error"' in reply.content
+
+
+@pytest.mark.parametrize("how", [hang, hang_up])
+async def test_error_behind_a_very_long_event_that_breaks_is_an_event_of_its_own(how: Behaviour) -> None:
+    async with rig(request_timeout_s=0.5) as made:
+
+        async def decode(request: Received) -> None:
+            await request.head(200, "text/event-stream")
+            await request.chunk(b'data: {"text":"' + b"x" * 3_000_000)
+            await asyncio.sleep(0.02)
+            await how(request)
+
+        made.decodes[0].behave = decode
+        reply = await made.client.post(CHAT, json={"stream": True})
+        *_, error, last = reply.text.split("\n\n")[:-1]
+        assert error.startswith('data: {"error":{"message":')
+        assert last == "data: [DONE]"
 
 
 async def test_stream_that_breaks_in_its_first_event_has_a_true_status() -> None:
