@@ -11,7 +11,9 @@ a node that is gone.
 
 import asyncio
 import logging
+import math
 import random
+import time
 
 import msgspec
 
@@ -23,6 +25,7 @@ from router.nodes import Node, NodeInfo, NodeTable
 
 MAX_SILENT_PROBES = 2
 MAX_INFO_BYTES = 1 << 20
+SAY_AGAIN_S = 10.0
 NO_SUCH_PATH = (401, 403, 404)  # older SGLang with --api-key answers 401 but to /health and /metrics (srt/utils: add_api_key_middleware)
 ROLES = ("prefill", "decode")
 
@@ -43,6 +46,7 @@ class Prober:
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._headers = headers
+        self._said_s = -math.inf
 
     async def run(self) -> None:
         """A task for each node, as long as it is in the table. Ends by cancellation, or by a fault in one of them."""
@@ -97,13 +101,20 @@ class Prober:
             self._failed(node, str(error))
         except (OSError, NotHttp, OverflowError) as error:
             if is_own_limit(error) and node.usable:
-                log.warning("%s node %s could not be probed: %s", node.leg, node.url, error)
+                self._say_own_limit(node, error)
                 return
             self._failed(node, f"cannot be reached: {error}", gone=isinstance(error, ConnectionRefusedError))
         else:
             if node.probe_succeeded(info, num_blames, engine):
                 log.info("%s node %s is usable", node.leg, node.url)
         node.num_silent_probes = 0
+
+    def _say_own_limit(self, node: Node, error: Exception) -> None:
+        """Once in a while: it keeps every probe of every node from being made."""
+        now_s = time.monotonic()
+        if now_s - self._said_s >= SAY_AGAIN_S:
+            self._said_s = now_s
+            log.warning("nodes are not probed, and taken to be as they were: %s (%s node %s)", error, node.leg, node.url)
 
     def _failed(self, node: Node, reason: str, *, gone: bool = False) -> None:
         if node.probe_failed(reason, gone=gone):

@@ -1,6 +1,7 @@
 """Probes: what a node is asked, what is made of the answers, and when; which nodes are probed."""
 
 import asyncio
+import errno
 import json
 import selectors
 from collections.abc import Callable, Coroutine
@@ -14,7 +15,7 @@ from router_harness import Rig, rig, until
 from common.config import RouterConfig
 from router.health import Prober
 from router.legs import NodeClient
-from router.nodes import Node, NodeTable
+from router.nodes import Node, NodeInfo, NodeTable
 
 SGLANG = {"served_model_name": "m", "disaggregation_mode": "prefill", "version": "0.5", "page_size": 1, "internal_states": [{}]}
 SURFACES: dict[str, dict[str, Any]] = {
@@ -321,6 +322,23 @@ async def test_a_suspect_that_is_removed_keeps_nobody_waiting() -> None:
     nodes.remove(node)
     async with asyncio.timeout(1):
         await verdict.wait()
+
+
+async def test_a_limit_of_this_process_is_no_node_s_fault_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class NoSockets:
+        async def get(self, *arguments: object) -> tuple[int, bytes]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    nodes = NodeTable.of(RouterConfig(decode=("http://a:1", "http://b:1")))
+    prober = prober_of(nodes, NoSockets())
+    for node in nodes.all:
+        node.probe_succeeded(NodeInfo(), 0)
+    for node in nodes.all * 3:
+        await prober.probe(node)
+    assert all(node.usable for node in nodes.all)
+    assert [record.getMessage() for record in caplog.records if "Too many open files" in record.getMessage()] == [
+        "nodes are not probed, and taken to be as they were: [Errno 24] Too many open files (decode node http://a:1)"
+    ]
 
 
 async def test_hanging_probes_do_not_hold_up_a_removal() -> None:
