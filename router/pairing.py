@@ -116,6 +116,7 @@ class Pairing:
         self._prefill_policy = POLICIES["prefill"][config.prefill_policy or config.policy]
         self._decode_policy = POLICIES["decode"][config.decode_policy or config.policy]
         self._disaggregation = config.disaggregation
+        self._discovers = config.service_discovery
         self._min_uncached_tokens = config.min_uncached_tokens if config.disaggregation == "prefer" else 0
         self._turn = 0
         self._fleets: dict[str | None, Fleet] = {}
@@ -192,7 +193,8 @@ class Pairing:
         for leg in NEEDED[self._disaggregation]:
             nodes = self.nodes.prefill if leg == "prefill" else self.nodes.decode
             if not nodes:
-                return f"no {leg} node is configured; start the router with --{leg} URL"
+                how = f"no pod of --{leg}-selector has one" if self._discovers else f"start the router with --{leg} URL"
+                return f"no {leg} node is configured; {how}"
             serving = [node for node in nodes if node.serves(model)]
             if not serving:
                 return f"no {leg} node serves {model!r}"

@@ -289,6 +289,7 @@ def test_never_needs_no_prefill_node() -> None:
     assert bare.missing() is None
     assert local(bare) == "never"
     assert pairing(2, 0, disaggregation="never").missing() == "no decode node is configured; start the router with --decode URL"
+    assert pairing(0, 0, service_discovery=True).missing() == "no prefill node is configured; no pod of --prefill-selector has one"
 
 
 def test_prefer_keeps_short_prompts_and_those_that_are_cached() -> None:
