@@ -114,8 +114,11 @@ def _node(role: Role, arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    from router.preflight import check_router
+
     router = config_from(RouterConfig, arguments)
     check_port_free(router.host, router.port)
+    check_router(router)
     say = partial(print, flush=True)
     node = config_from(NodeConfig, arguments, host="127.0.0.1")
     check_node(dataclasses.replace(node, port=0, bootstrap_port=0))

@@ -29,7 +29,6 @@ from common.http_server import bind, raise_file_limit
 from common.launch import STATUS_FD_VARIABLE, Reporter, child_pipes
 from common.logs import configure_logs
 from common.metrics import render
-from common.secret_file import read_bearer_token
 from common.tracing import start_tracing
 from router.admin import Admin
 from router.admin_http import admin_app, admin_check, admin_routes
@@ -48,6 +47,7 @@ from router.metrics import RouterMetrics
 from router.nodes import NodeTable
 from router.pairing import Pairing
 from router.prefix_index import PrefixIndex, PrefixKnowledge
+from router.preflight import node_key
 from router.server import Limits, Server
 from router.siblings import Siblings
 from router.tls import server_context
@@ -190,7 +190,7 @@ class Parts:
         tracing = start_tracing(config.otlp_traces_endpoint, "pdserve-router")
         if tracing is not None:
             stack.callback(tracing.close)
-        authorization = NodeAuthorization.of(_node_key(config))
+        authorization = NodeAuthorization.of(node_key(config))
         self.proxy = CompletionProxy(config, pairing, self.client, metrics, keys, admission, authorization, tracing, read_prompt)
         admin = Admin(nodes)
         self.siblings = Siblings(lambda: render(registry), admin.apply)
@@ -226,12 +226,3 @@ class Parts:
 
 def _nobody_counts(exchange: Exchange) -> None:
     """The admin surface has no metrics."""
-
-
-def _node_key(config: RouterConfig) -> str | None:
-    if config.node_api_key_file is None:
-        return None
-    try:
-        return read_bearer_token(config.node_api_key_file)
-    except ValueError as error:
-        raise StartupError(f"--node-api-key-file {config.node_api_key_file} {error}") from None

@@ -152,6 +152,12 @@ def test_port_in_use_is_found_before_the_model_is_looked_for(command: str, tmp_p
         assert sentence == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another with --host and --port"
 
 
+def test_files_of_the_router_are_read_before_the_model_is_looked_for() -> None:
+    keys = refusal("up", "--port", "0", "--model", "/nowhere", "--api-key-file", "/nonexistent")
+    assert keys.startswith("--api-key-file /nonexistent cannot be read")
+    assert refusal("up", "--port", "0", "--model", "/nowhere", "--ssl-keyfile", "/nonexistent").endswith("needs --ssl-certfile too")
+
+
 def test_unreadable_and_unsupported_models_are_one_sentence(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     assert refusal("decode", "--port", "0", "--model", str(missing)) == (
