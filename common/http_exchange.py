@@ -43,16 +43,17 @@ class ClientLeft(Exception):
 
 
 class BodyBudget:
-    """Bounds what all bodies of a process take together (R7); each of them has --max-body-bytes."""
+    """Bounds what all bodies of a process take together (R7). max_body_bytes: of one, which always fits. what: for people."""
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self._max_bytes = max(MAX_BODIES_BYTES, max_body_bytes)  # one body always fits
+    def __init__(self, max_body_bytes: int, max_bytes: int | None = None, what: str = "bodies of open requests") -> None:
+        self._max_bytes = max(MAX_BODIES_BYTES if max_bytes is None else max_bytes, max_body_bytes)
+        self._what = what
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
         """Raises RequestError (503) and takes nothing when that is too much."""
         if self.num_bytes + num_bytes > self._max_bytes:
-            raise overloaded(f"the bodies of open requests take {self.num_bytes} bytes already; try again", stage="intake")
+            raise overloaded(f"the {self._what} take {self.num_bytes} bytes already; try again", stage="intake")
         self.num_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from common.config import RouterConfig
 from common.errors import Failure, RequestError, deadline_exceeded
-from common.http_exchange import deadline_of
+from common.http_exchange import BodyBudget, deadline_of
 from common.tracing import REQUEST_ID, TRACEPARENT_HEADER, Tracing
 from router.admission import Admission
 from router.api_paths import PATHS, ApiPath
@@ -33,6 +33,7 @@ from router.relay import Relay
 from router.splice import num_prompts, read_head
 
 DEADLINE_GRACE_S = 0.1  # the nodes know the deadline too; theirs says in which stage it passed
+MAX_REPLIES_BYTES = 256 << 20  # of replies that are not streamed, together, until each is whole
 SWEEP_S = 0.05  # how late it may be noticed that a deadline has passed
 SEND_GRACE_S = 0.5  # for the last words to a client that has stopped reading
 CLIENT_LEFT_STATUS = 499  # as nginx counts a request whose client closed the connection before the answer
@@ -70,6 +71,7 @@ class CompletionProxy:
         self._read_prompt = read_prompt
         self._own_headers = (*node_authorization.dropped, *((TRACEPARENT_HEADER,) if tracing is not None else ()))
         self._calls: set[Call] = set()
+        self._replies = BodyBudget(MAX_REPLY_BYTES, MAX_REPLIES_BYTES, "replies that are being gathered")
         self._loop = asyncio.get_running_loop()  # asking for it each time costs a system call (getpid, before Python 3.12)
         self.metrics = metrics
         self._dispatcher = Dispatcher(pairing, client, metrics, config)
@@ -190,7 +192,7 @@ class CompletionProxy:
         self.metrics.first_byte(ttft_s, streamed)
         lines = header_lines(headers) + _placement_lines(placement, attempt.local_reason, any(name == SITE_HEADER for name, _ in headers))
         if not streamed:
-            exchange.reply(200, lines, await _whole(call, attempt))
+            exchange.reply(200, lines, await self._whole(call, attempt))
             leg.node.succeeded(leg.began_s)
             return
         exchange.start(200, lines)
@@ -217,6 +219,29 @@ class CompletionProxy:
             said = in_one_line(failure.message)
             log.warning("%s %s: in the stream: %d %s%s", exchange.request_id, api.name, failure.status, said, _at(placement))
 
+    async def _whole(self, call: Call, attempt: Attempt) -> bytes:
+        """The body of a reply that is not streamed."""
+        leg, reply = attempt.answer()
+        parts, num_bytes = list[bytes](), 0
+        try:
+            while True:
+                if part := reply.take():
+                    self._replies.take(len(part))
+                    parts.append(part)
+                    num_bytes += len(part)
+                    if num_bytes > MAX_REPLY_BYTES:
+                        leg.failure = broken(leg.node, f"its reply is longer than {MAX_REPLY_BYTES} bytes", leg.began_s)
+                        raise leg.failure
+                elif reply.complete:
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+                elif reply.error is not None:
+                    leg.failure = broken(leg.node, f"its reply is cut short: {reply.error}", leg.began_s)
+                    raise leg.failure
+                else:
+                    await call.progress()
+        finally:
+            self._replies.give_back(num_bytes)
+
     def _client_of(self, exchange: Exchange) -> Client:
         try:
             client = self._keys.client_of(exchange.headers)
@@ -234,26 +259,6 @@ class CompletionProxy:
             if call.end_s <= now_s:
                 call.interrupt(RequestError(deadline_exceeded("the stream" if call.exchange.started else "dispatch")))
         self._sweeping = self._loop.call_later(SWEEP_S, self._sweep) if self._calls else None
-
-
-async def _whole(call: Call, attempt: Attempt) -> bytes:
-    """The body of a reply that is not streamed."""
-    leg, reply = attempt.answer()
-    parts, num_bytes = list[bytes](), 0
-    while True:
-        if part := reply.take():
-            parts.append(part)
-            num_bytes += len(part)
-            if num_bytes > MAX_REPLY_BYTES:
-                leg.failure = broken(leg.node, f"its reply is longer than {MAX_REPLY_BYTES} bytes", leg.began_s)
-                raise leg.failure
-        elif reply.complete:
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-        elif reply.error is not None:
-            leg.failure = broken(leg.node, f"its reply is cut short: {reply.error}", leg.began_s)
-            raise leg.failure
-        else:
-            await call.progress()
 
 
 def _refuse(exchange: Exchange, api: ApiPath, failure: Failure, reply: NodeReply | None) -> None:

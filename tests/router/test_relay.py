@@ -4,12 +4,15 @@ import asyncio
 import json
 import re
 import time
+from typing import Any
 
 import pytest
 from mock_node import DONE, EVENTS, STREAM, WHOLE, Behaviour, Received, hang, hang_up
 from router_harness import CHAT, COMPLETIONS, rig, until
 
 from common import http_exchange
+from common.http_exchange import BodyBudget
+from router import completions
 
 BODY = b'{ "messages":[{"role":"user","content":"\xc3\xa9 \\u00e9"}], "temperature":1.00e-1, "big":1234567890123456789012, "unknown":{"a" : []} }\n'
 
@@ -272,6 +275,36 @@ async def test_large_bodies_pass_both_ways() -> None:
         assert first.body == second.body
         assert first.body[: len(big) - 1] == big[:-1]
         assert first.json["text"] == "x" * 3_000_000
+
+
+async def test_replies_that_are_gathered_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_budgets: list[BodyBudget] = []
+
+    def budget(*limits: Any) -> BodyBudget:
+        made_budgets.append(BodyBudget(2 << 20, 3 << 20))
+        return made_budgets[-1]
+
+    monkeypatch.setattr(completions, "BodyBudget", budget)
+    async with rig() as made:
+        large = b'"%s"' % (b"x" * 1_900_000)
+
+        async def most_of_it(request: Received) -> None:
+            await request.head(200, "application/json", length=len(large))
+            await request.write(large[:-1])
+            await hang(request)
+
+        made.decodes[0].behave = most_of_it
+        first = asyncio.ensure_future(made.client.post(CHAT, json={}))
+        await made.decodes[0].wait_posts(1)
+        (replies,) = made_budgets
+        await until(lambda: replies.num_bytes > 1_800_000, "most of the first is here")
+        second = await made.client.post(CHAT, json={})
+        assert (second.status_code, second.json()["error"]["code"]) == (503, "overloaded")
+        assert made.node(made.decodes[0]).num_blames == 0
+        first.cancel()
+        made.decodes[0].behave = made.decodes[0].serve_well
+        await until(lambda: replies.num_bytes == 0, "given back")
+        assert (await made.client.post(CHAT, json={})).status_code == 200
 
 
 async def test_connections_are_kept() -> None:
