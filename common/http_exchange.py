@@ -182,7 +182,8 @@ def deadline_of(header: Callable[[bytes], bytes | None], request_timeout_s: floa
     except ValueError:
         deadline_s = math.nan
     if not math.isfinite(deadline_s):
-        raise invalid(f"header {DEADLINE_HEADER.decode()} is {asked[:40]!r}; it must be a time in unix seconds", param=DEADLINE_HEADER.decode())
+        name, text = DEADLINE_HEADER.decode(), asked[:40].decode("latin-1")
+        raise invalid(f"header {name} is {text!r}; it must be a time in unix seconds", param=name)
     if deadline_s <= now_s:
         raise RequestError(deadline_exceeded("intake"))
     return min(deadline_s, now_s + request_timeout_s)

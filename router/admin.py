@@ -6,6 +6,7 @@ the same state and are taken, `add` says that the node is there.
 """
 
 import argparse
+import logging
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -18,6 +19,8 @@ from common.errors import Failure, RequestError, invalid, not_found
 from router.nodes import Leg, Node, NodeTable
 
 MAX_SHOWN_CHARACTERS = 200  # of a caller's text in an error
+
+log = logging.getLogger(__name__)
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
@@ -64,6 +67,11 @@ class Admin:
             asked: Command = msgspec.convert(command, Command)
         except msgspec.ValidationError as error:
             raise invalid(f"{error}; write {{\"url\": \"http://HOST:PORT\", \"role\": \"prefill\" or \"decode\"}}") from None
+        answer = self._carry_out(asked)
+        log.info("admin: %s %s: %s", command.get("command"), asked.url[:MAX_SHOWN_CHARACTERS], answer["status"])
+        return answer
+
+    def _carry_out(self, asked: Command) -> JsonObject:
         match asked:
             case Add():
                 return self.add(asked)

@@ -182,7 +182,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:MAX_PATH_CHARACTERS]
     if error.status_code == 404:
-        failure = not_found(f"there is no {path} here; /docs lists what there is").failure
+        hint = "the admin surface wants --admin-port or --admin-api-key-file" if path.startswith("/workers") else "/docs lists what there is"
+        failure = not_found(f"there is no {path} here; {hint}").failure
     elif error.status_code == 405:
         failure = Failure(405, f"{request.method} is not allowed for {path}; {(error.headers or {}).get('Allow')} is")
     else:

@@ -105,6 +105,7 @@ class Prober:
                 return
             self._failed(node, f"cannot be reached: {error}", gone=isinstance(error, ConnectionRefusedError))
         else:
+            node.probed_once = True
             if node.probe_succeeded(info, num_blames, engine):
                 log.info("%s node %s is usable", node.leg, node.url)
         node.num_silent_probes = 0
@@ -117,8 +118,9 @@ class Prober:
             log.warning("nodes are not probed, and taken to be as they were: %s (%s node %s)", error, node.leg, node.url)
 
     def _failed(self, node: Node, reason: str, *, gone: bool = False) -> None:
-        if node.probe_failed(reason, gone=gone):
+        if node.probe_failed(reason, gone=gone) or not node.probed_once:
             log.warning("%s node %s %s", node.leg, node.url, reason)
+        node.probed_once = True
 
     async def _ask(self, node: Node) -> tuple[str | None, NodeInfo]:
         """Its engine, and what it says of itself. Raises NotReady."""
@@ -140,6 +142,8 @@ class Prober:
         if engine == "vllm" and node.leg == "prefill" and self._nodes.kv_connector == "mooncake":
             stated["kv_engine_ids"] = await self._mooncake_engines(node)
         info = _info(node, stated)
+        if info.role == "router":
+            raise NotReady(f"is a router, and was given as a {node.leg} node; give the nodes behind it")
         if info.disaggregation_mode in ROLES and info.disaggregation_mode != node.leg:
             raise NotReady(f"is a {info.disaggregation_mode} node, and was given as a {node.leg} node; give it as --{info.disaggregation_mode}")
         return engine, info

@@ -47,7 +47,7 @@ from router.metrics import RouterMetrics
 from router.nodes import NodeTable
 from router.pairing import Pairing
 from router.prefix_index import PrefixIndex, PrefixKnowledge
-from router.preflight import node_key
+from router.preflight import check_router, node_key
 from router.server import Limits, Server
 from router.siblings import Siblings
 from router.tls import server_context
@@ -68,6 +68,7 @@ def run_router(config: RouterConfig) -> int:
     supervised = STATUS_FD_VARIABLE in os.environ
     _, reporter = child_pipes()
     try:
+        check_router(config)
         with bind(config.host, config.port) as listener:
             configure_logs(config.log_level, f"router:{listener.getsockname()[1]}")
             return serve(config, listener, reporter, supervised)
@@ -205,9 +206,9 @@ class Parts:
         self.admin_servers: list[tuple[Server, socket.socket]] = []
         if config.admin_port is not None and check is not None:
             listener = stack.enter_context(bind(config.admin_host, config.admin_port, reuse_port=config.workers > 1, flags=ADMIN_FLAGS))
-            bridge = AsgiBridge(admin_app(admin, self.siblings.broadcast, check), _nobody_counts, scheme="http")
-            self.admin_servers.append((Server(bridge, limits, bodies), listener))
-            log.info("admin surface on %s", url_of(*listener.getsockname()[:2]))
+            bridge = AsgiBridge(admin_app(admin, self.siblings.broadcast, check), _nobody_counts, scheme=self.scheme)
+            self.admin_servers.append((Server(bridge, limits, bodies, tls), listener))
+            log.info("admin surface on %s", url_of(*listener.getsockname()[:2], tls=tls is not None))
         self.prober = Prober(nodes, self.client, interval_s=config.health_check_interval_s, timeout_s=config.connect_timeout_s,
                              headers=authorization.line)
         self.background.append(self.prober.run())

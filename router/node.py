@@ -66,6 +66,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     bootstrap_port: int | None = None
     disaggregation_bootstrap_port: int | None = None  # SGLang's name
     disaggregation_mode: str | None = None  # the role it was started in
+    role: str | None = None  # pdserve's; "router" is none of a node's
     kv_events_port: int | None = None
     kv_engine_ids: tuple[str, ...] = ()  # a vLLM prefill node's, by data parallel rank, as its Mooncake bootstrap server tells them
     max_running_requests: Size | None = None
@@ -119,6 +120,7 @@ class Node:
     info: NodeInfo = field(default_factory=NodeInfo)
     since_s: float = 0.0  # since when it is usable, or is not
     probed: bool = False  # a probe has succeeded once
+    probed_once: bool = False  # or failed: whoever waits for this node can read in the log why it is not used
     away: bool = False  # the last probe to end has failed
     gone: bool = False  # nothing accepted connections since the last good probe
     draining: bool = False  # no new requests

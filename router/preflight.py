@@ -4,12 +4,22 @@ from common.config import RouterConfig
 from common.errors import StartupError
 from common.secret_file import read_bearer_token
 from router.admin_http import admin_check
+from router.cors import Cors
 from router.keys import Keys
 from router.tls import server_context
 
 
 def check_router(config: RouterConfig) -> None:
-    """Raises StartupError for files that cannot be used, and for an admin surface that would be open to all."""
+    """Raises StartupError for files that cannot be used, for an admin surface that would be open to all, and for flags that do nothing."""
+    for name, needs, useless in (
+        ("--prefill-selector", "--service-discovery", config.prefill_selector is not None and not config.service_discovery),
+        ("--decode-selector", "--service-discovery", config.decode_selector is not None and not config.service_discovery),
+        ("--tokenizer-path", "--kv-events", config.tokenizer_path is not None and not config.kv_events),
+    ):
+        if useless:
+            raise StartupError(f"{name} does nothing without {needs}; give both, or neither")
+    if config.cors_allowed_origins is not None:
+        Cors(config.cors_allowed_origins)
     Keys(config)
     server_context(config)
     admin_check(config)

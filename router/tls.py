@@ -18,7 +18,7 @@ def server_context(config: RouterConfig) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: config.ssl_keyfile_password or "")  # never asks a terminal
     except (OSError, ssl.SSLError) as error:
-        key = config.ssl_keyfile or "the key in the same file"
+        key = f"--ssl-keyfile {config.ssl_keyfile}" if config.ssl_keyfile else "the key in the same file (--ssl-keyfile names another)"
         raise StartupError(f"cannot serve HTTPS with --ssl-certfile {config.ssl_certfile} and {key}: {_cause(error)}") from None
     if config.ssl_ca_certs is not None:
         try:

@@ -11,7 +11,8 @@ from kvtransfer.link_dial import DialState
 from pdserve import build_parser
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted(path for path in (ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md", "bench/README.md", "router/README.md")) if path.exists())
+NAMES = ("README.md", "CHANGELOG.md", "deploy/README.md", "bench/README.md", "router/README.md")
+DOCUMENTS = sorted(path for path in (ROOT / name for name in NAMES) if path.exists())
 PACKAGES = ("common", "kvtransfer", "prefill_node", "decode_node", "router")
 FOREIGN_FLAGS = {"--no-deps"}  # of other programs
 SUFFIXES = (".py", ".md", ".toml", ".txt", ".sh", ".yaml")

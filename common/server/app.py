@@ -161,7 +161,7 @@ def _failure(failure: Failure) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        failure = not_found(f"there is no {request.url.path[:80]} here; /docs lists what there is").failure
+        failure = not_found(f"this node serves no {request.url.path[:80]}; its /docs lists what it serves").failure
     elif error.status_code == 405:
         failure = Failure(405, f"{request.method} is not allowed for {request.url.path[:80]}; {(error.headers or {}).get('Allow')} is")
     else:
