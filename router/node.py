@@ -120,6 +120,7 @@ class Node:
     info: NodeInfo = field(default_factory=NodeInfo)
     since_s: float = 0.0  # since when it is usable, or is not
     probed: bool = False  # a probe has succeeded once
+    lonely_reason: str | None = None  # why nothing could be a pair with it, as the log has it
     probed_once: bool = False  # or failed: whoever waits for this node can read in the log why it is not used
     away: bool = False  # the last probe to end has failed
     gone: bool = False  # nothing accepted connections since the last good probe

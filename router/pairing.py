@@ -22,6 +22,7 @@ balance a little worse, and never wrongly.
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,6 +45,8 @@ NEEDED: dict[str, tuple[Leg, ...]] = {"require": ("prefill", "decode"), "prefer"
 MAX_MODEL_CHARACTERS = 80  # of a client's text in an error
 MAX_FLEETS = 256  # where nodes do not say what they serve, clients make the names up
 FLEET_INTERVAL_S = 1.0  # how often rates are compared and fade; not with each request: it looks at every node
+
+log = logging.getLogger(__name__)
 
 
 class Placement:
@@ -246,9 +249,18 @@ class Pairing:
         prefills, decodes = _serving(self.nodes.prefill, model), _serving(self.nodes.decode, model)
         matching = {prefill: tuple(decode for decode in decodes if _match(prefill, decode)) for prefill in prefills}
         partners = {prefill: found for prefill, found in matching.items() if found}
+        self._say_lonely([prefill for prefill in prefills if prefill not in partners], decodes)
         guarded = any(node.breaker.state is not State.CLOSED for node in (*partners, *decodes))
         context_length = max((node.info.context_length or math.inf for node in decodes), default=math.inf)
         return Fleet(tuple(partners), partners, tuple(decodes), context_length, guarded, compared_s=-FLEET_INTERVAL_S)
+
+    def _say_lonely(self, lonely: Sequence[Node], decodes: Sequence[Node]) -> None:
+        """Once: a node that is usable and gets nothing to do is a riddle otherwise."""
+        for prefill in lonely:
+            reason = next((reason for decode in decodes if (reason := disagreement(prefill, decode)) is not None), None)
+            if reason is not None and prefill.lonely_reason != reason:
+                prefill.lonely_reason = reason
+                log.warning("prefill node %s has no decode node to pair with: %s", prefill.url, reason)
 
     def _outdate(self) -> None:
         """A first rate was measured: seconds here must not be compared with mere tokens there."""

@@ -247,3 +247,26 @@ async def test_hundred_at_once_through_faulty_nodes_each_get_one_answer() -> Non
         assert sum(reply.status_code == 200 for reply in replies) > 0
         assert all(node.num_in_flight == 0 for node in made.router.nodes.decode)
         await until(lambda: all(node.num_in_flight == 0 for node in made.router.nodes.all), "nothing in flight")
+
+
+async def test_the_log_says_why_a_node_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Also of one that never was: refused, no node, or without a partner. Once each."""
+    async with mock_nodes(2, 1) as (prefills, decodes):
+        prefills[1].info["dtype"] = "bfloat16"
+        gone, wrong = MockNode("decode", Rooms()), MockNode("decode", Rooms())
+        wrong.info["role"] = "router"
+        await gone.start()
+        await gone.stop()
+        await wrong.start()
+        try:
+            async with routed(prefills, [decodes[0], gone, wrong], ready=False) as made:
+                await until(lambda: made.node(decodes[0]).usable and made.node(prefills[1]).usable, "usable")
+                assert (await made.client.post(CHAT, json={})).status_code == 200
+                await until(lambda: all(node.reason != "not probed yet" for node in made.router.nodes.all), "all probed")
+                await until(lambda: len(wrong.gets) > 8, "probed again")
+        finally:
+            await wrong.stop()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum(f"{gone.url} cannot be reached" in line for line in said) == 1
+    assert sum(f"{wrong.url} is a router" in line for line in said) == 1
+    assert sum(f"{prefills[1].url} has no decode node to pair with: dtype is bfloat16" in line for line in said) == 1
