@@ -7,8 +7,8 @@
       nothing in time             the call is interrupted (call.py)
 
 P also fails by an error event in a stream. A retry is another pair, or the same one when there is no other, and another room; only
-for what it may cure (LegFailed.retryable), and never at a node that asked for patience. When retries are used up the first cause is
-answered.
+for what it may cure (LegFailed.retryable), and never at a node that asked for patience or let a connection time out. When retries are
+used up the first cause is answered.
 
 Load is counted per leg: prefill's ends when the prompt is computed, decode's with the stream.
 """
@@ -217,7 +217,7 @@ class Dispatcher:
         busy: set[Node] = set()
         for _ in range(1 + self._max_retries):
             try:
-                placement = await self._place(call, prompt, tried, busy)
+                placement = await self._place(call, prompt, tried, busy, waits=first is None or not first.timed_out)
             except RequestError:
                 if first is not None:
                     raise first from None
@@ -235,17 +235,17 @@ class Dispatcher:
                     raise
                 first = first or failed
                 tried |= {placement.decode} | ({placement.prefill} if placement.prefill is not None else set())
-                if failed.asks_patience:
+                if failed.asks_patience or failed.timed_out:
                     busy.add(failed.node)
         assert first is not None
         raise first
 
-    async def _place(self, call: Call, prompt: Prompt, tried: set[Node], busy: set[Node]) -> Placement:
-        """Of nodes that this request has tried only when there is no other, of busy ones never."""
+    async def _place(self, call: Call, prompt: Prompt, tried: set[Node], busy: set[Node], *, waits: bool) -> Placement:
+        """Of nodes that this request has tried only when there is no other, of busy ones never. waits: for the verdict on suspects."""
         try:
             return self._place_now(prompt, tried, busy)
         except RequestError:
-            if not self._pairing.has_suspects:  # asked now: before the task below begins the verdict may have come
+            if not waits or not self._pairing.has_suspects:  # asked now: before the task below begins the verdict may have come
                 raise
             await call.wait(asyncio.ensure_future(self._pairing.settled(self._verdict_timeout_s)))
         return self._place_now(prompt, tried, busy)

@@ -48,12 +48,14 @@ CORS_PREFIX = b"access-control-"  # which origins may read the router's answers 
 
 @dataclass(eq=False)
 class LegFailed(Exception):
-    """A leg did not bring an answer. `reply`: the node's own error reply, to be passed on as it is."""
+    """A leg did not bring an answer. `reply`: the node's own error reply, to be passed on as it is. timed_out: it took the time that a
+    connection may take, and would take it again."""
 
     node: Node
     failure: Failure
     retryable: bool
     reply: "NodeReply | None" = None
+    timed_out: bool = False
 
     @property
     def asks_patience(self) -> bool:
@@ -309,7 +311,7 @@ def unreachable(node: Node, error: BaseException, began_s: float = math.inf) -> 
         text = str(error) or type(error).__name__
     failure = Failure(503, f"{node.leg} node {node.url} cannot be reached: {text}", code="node_unreachable", stage="router", retry_after_s=1.0)
     node.blame(f"failed a request: {text}", began_s=began_s)
-    return LegFailed(node, failure, retryable=True)
+    return LegFailed(node, failure, retryable=True, timed_out=isinstance(error, TimeoutError))
 
 
 def broken(node: Node, what: str, began_s: float = math.inf) -> LegFailed:

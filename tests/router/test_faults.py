@@ -9,6 +9,7 @@ import pytest
 from mock_node import EVENTS, STREAM, Behaviour, Received, end_early, hang, hang_up, refuse, reset, reset_midway
 from router_harness import CHAT, events, rig, until
 
+from router.connection import Address, Connection, Pool
 from router.pairing import Pairing, Placement
 
 
@@ -296,3 +297,29 @@ async def test_verdict_that_comes_at_once_is_not_missed() -> None:
             patch.setattr(Pairing, "place", place_with_a_suspect)
             patch.setattr(Pairing, "settled", late)
             assert (await made.client.post(CHAT, json={"messages": []})).status_code == 200
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "with others"])
+async def test_a_connection_that_times_out_is_not_waited_for_twice(others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a host that is gone; its probes, on a connection of their own, may still be answered."""
+    async with rig(2 if others else 1, 1, connect_timeout_s=0.5) as made:
+        faulty, connect = made.prefills[0], Pool.connect
+        times = []
+
+        async def no_answer(self: Pool, address: Address) -> Connection:
+            if address.port != faulty.port:
+                return await connect(self, address)
+            times.append(time.monotonic())
+            async with asyncio.timeout(0.5):
+                await asyncio.Event().wait()
+            raise AssertionError
+
+        monkeypatch.setattr(Pool, "connect", no_answer)
+        reply = await made.client.post(CHAT, json={"messages": []})
+        took_s = time.monotonic() - times[0]
+        assert len(times) == 1
+        if others:
+            assert (reply.status_code, await made.retries()) == (200, 1)
+        else:
+            assert (reply.status_code, reply.json()["error"]["code"], await made.retries()) == (503, "node_unreachable", 0)
+            assert took_s < 0.95
