@@ -4,8 +4,8 @@
                                 │                    │                                            └─> CLOSING (connection: close)
                                 └─ too slow: closed  └─ too slow: 408, too large: 413
 
-Written for the same reason as connection.py: with a general ASGI server a request cost about as much again as all that the router
-does with it (bench/router_overhead.py). A request is handed over when its body is complete; whoever answers calls reply(), or
+Written for the same reason as connection.py: with a general ASGI server, and the tasks that came with it, a request cost the router 1.6 times
+as much (bench/README.md). A request is handed over when its body is complete; whoever answers calls reply(), or
 start(), write() and end(). Control paths, which are rare, are an ASGI app (asgi_bridge.py).
 
 What a client may make the router hold is bounded: head, body, all bodies together, time for each, requests sent ahead, unread
