@@ -95,6 +95,7 @@ class CompletionProxy:
 
     def __call__(self, exchange: Exchange) -> None:
         call = Call(exchange, self._loop)
+        exchange.on_left = lambda: call.interrupt(ClientLeft())  # from now on: the task begins a moment later
         self._calls.add(call)
         if self._sweeping is None:
             self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
@@ -102,7 +103,6 @@ class CompletionProxy:
 
     async def _run(self, call: Call) -> None:
         exchange = call.exchange
-        exchange.on_left = lambda: call.interrupt(ClientLeft())
         api, said = PATHS[exchange.path], ""
         if self._tracing is not None:
             call.span = self._tracing.begin(f"POST {api.name}", exchange.headers)

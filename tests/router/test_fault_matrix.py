@@ -3,10 +3,12 @@
     fault            | alone: status, code          | another pair is tried | blamed
     -----------------|------------------------------|-----------------------|---------------------------------------------------------
     none, slow       | 200                          | no                    | nobody
-    400, 429         | the node's own               | never                 | nobody
-    500, 503         | the node's own               | yes                   | the node: one failure for its breaker
+    400, 404, 429    | the node's own               | never                 | nobody
+    500, 502, 503    | the node's own               | yes                   | the node: one failure for its breaker
+    504              | the node's own               | no time is left       | nobody
     busy             | 503 with its Retry-After     | yes, of other nodes   | nobody
-    refused, reset   | 503 node_unreachable         | yes                   | the node: a suspect until a probe has answered
+    refused, reset,
+    hang up          | 503 node_unreachable         | yes                   | the node: a suspect until a probe has answered
     garbage          | 502 node_failed              | yes                   | the node, likewise
     hang             | 504 deadline_exceeded        | no time is left       | nobody: probes find a node that stands still
     reset midway, P  | 502 node_failed              | yes                   | the node, likewise
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-from mock_node import EVENTS, STREAM, WHOLE, Behaviour, MockNode, Received, babble, hang, refuse, reset, reset_midway
+from mock_node import EVENTS, STREAM, WHOLE, Behaviour, MockNode, Received, babble, hang, hang_up, refuse, reset, reset_midway
 from router_harness import CHAT, Rig, events, rig
 
 DEADLINE_S = 1.2  # of requests that hang; all cells begin at the same time
@@ -46,12 +48,16 @@ OUTCOMES: dict[tuple[str, str], Outcome] = {
         "none": Outcome(200),
         "slow": Outcome(200),
         "400": Outcome(400, OWN),
+        "404": Outcome(404, OWN),
         "429": Outcome(429, OWN),
         "500": Outcome(500, OWN, retried=True, blamed="failed"),
+        "502": Outcome(502, OWN, retried=True, blamed="failed"),
+        "504": Outcome(504, OWN),
         "503": Outcome(503, OWN, retried=True, blamed="failed"),
         "busy": Outcome(503, OWN, retried=True),
         "refused": Outcome(503, "node_unreachable", retried=True, blamed="suspect"),
         "reset": Outcome(503, "node_unreachable", retried=True, blamed="suspect"),
+        "hang up": Outcome(503, "node_unreachable", retried=True, blamed="suspect"),
         "garbage": Outcome(502, "node_failed", retried=True, blamed="suspect"),
         "hang": Outcome(504, "deadline_exceeded"),
     }.items()},
@@ -82,7 +88,8 @@ def behaviour(fault: str, node: MockNode) -> Behaviour | None:
         await hang(request)
 
     faults: dict[str, Behaviour | None] = {
-        "none": node.serve_well, "slow": slow, "busy": refuse(503, retry_after="7"), "refused": None, "reset": reset, "garbage": babble, "hang": hang,
+        "none": node.serve_well, "slow": slow, "busy": refuse(503, retry_after="7"), "refused": None, "reset": reset, "hang up": hang_up,
+        "garbage": babble, "hang": hang,
         "reset midway": reset_midway, "hang midway": hang_midway,
     }  # fmt: skip
     return refuse(int(fault)) if fault.isdigit() else faults[fault]
