@@ -117,7 +117,7 @@ class PrefillLoad:
             return 0.0, mean_token_s
         slope = (self._weight * self._sum_nt - self._sum_n * self._sum_t) / spread
         slope = min(max(slope, LEAST_SLOPE * mean_token_s), mean_token_s)
-        return (self._sum_t - slope * self._sum_n) / self._weight, slope
+        return max((self._sum_t - slope * self._sum_n) / self._weight, 0.0), slope  # rounding may take what is 0 below it
 
     def _mix(self) -> None:
         share = self._weight / (self._weight + PRIOR_PROMPTS)
